@@ -1,0 +1,3 @@
+"""Twinjet: serve large language models on JAX, interleaved or disaggregated."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Model files: find, fetch, read, check."""

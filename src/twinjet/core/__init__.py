@@ -1,0 +1,1 @@
+"""Types, configuration and errors that every layer may import; imports nothing of ours."""

@@ -1,0 +1,1 @@
+"""Device work: one verb, `step`, that runs a plan. Knows no queues."""

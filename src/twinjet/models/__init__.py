@@ -1,0 +1,1 @@
+"""Model families, each one readable file over the ops."""

@@ -1,0 +1,1 @@
+"""One place to send requests to, whatever number of engine processes stands behind it."""

@@ -1,0 +1,1 @@
+"""Who computes what in which step. Host-only: no JAX, no clock of its own, no sockets."""

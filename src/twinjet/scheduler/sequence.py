@@ -1,0 +1,52 @@
+"""A sequence as the scheduler is given it, and the news it gives back."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from twinjet.core.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedPages:
+    """KV of positions [start, start + kv.shape[2]), computed elsewhere; kv is [L, 2, tokens, K, H]."""
+
+    start: int
+    kv: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What to run. Known tokens are never empty."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
+    priority: int = 0
+    export_pages: bool = False
+    """End as `exported` after the first new token, giving the KV of all tokens of `token_ids`."""
+    imports: tuple[ImportedPages, ...] = ()
+    """Consecutive from position 0, short of the last known token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One new token of a sequence."""
+
+    sequence_id: int
+    token_id: int
+    finish: Literal["", "stop", "length", "exported"] = ""
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """KV of an `export_pages` sequence, positions [start, start + kv.shape[2])."""
+
+    sequence_id: int
+    start: int
+    kv: np.ndarray

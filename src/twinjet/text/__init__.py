@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenize, chat template, detokenize, stop strings."""

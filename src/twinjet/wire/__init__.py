@@ -1,0 +1,1 @@
+"""Messages between the server process and engine processes, and how they travel."""

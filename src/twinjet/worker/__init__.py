@@ -1,0 +1,1 @@
+"""The engine process: a loop that holds a scheduler and an engine."""
