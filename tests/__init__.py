@@ -1,0 +1,1 @@
+"""Tests; a package, so that spawned engine processes can import `tests.fakes`."""
