@@ -116,6 +116,7 @@ class FakeEngine:
             raise ValueError(f"a grant up to index {stop} is over the page table's {self._page_table.shape[1]}")
         if grant.first_index == 0:
             self._page_table[grant.slot] = NOTHING
+            self._last_token[grant.slot] = NOTHING
         self._check_pages(grant.page_ids)
         self._page_table[grant.slot, grant.first_index : stop] = grant.page_ids
 

@@ -2,6 +2,8 @@
 
 `python -m twinjet.worker` reads it, connects a DEALER socket to `endpoint` with the identity
 `identity(engine_id, incarnation)`, sends `Progress` while it starts and `Ready` when it is warm.
+The launching process keeps that input open for as long as the engine shall live: its end of file, which also comes
+when the launching process dies, ends the engine process. The launching thread must live as long, too.
 Each message is one frame. The orchestrator's end is one ROUTER socket for all its engines.
 """
 
@@ -24,7 +26,7 @@ class WorkerLaunch:
     """ZeroMQ address of the orchestrator's ROUTER, as `ipc:///run/dir/engines` or `tcp://127.0.0.1:5555`."""
     config: EngineConfig
     factory: str = DEFAULT_FACTORY
-    """`module:function` that takes (config, on_progress(done, total)) and returns a `SteppingEngine`.
+    """`module:function` that takes (config, on_progress(stage, done, total)) and returns a `SteppingEngine`.
 
     Simulated devices and tests name their own.
     """
