@@ -1,3 +1,27 @@
 """Twinjet: serve large language models on JAX, interleaved or disaggregated."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinjet.api import LLM, AsyncLLM, Completion, Delta, Usage
+    from twinjet.core.types import SamplingParams, TokenLogprobs
+
 __version__ = "0.1.0"
+
+__all__ = ["LLM", "AsyncLLM", "Completion", "Delta", "SamplingParams", "TokenLogprobs", "Usage", "__version__"]
+
+_HOMES = {name: "twinjet.api" for name in ("LLM", "AsyncLLM", "Completion", "Delta", "Usage")}
+_HOMES |= {name: "twinjet.core.types" for name in ("SamplingParams", "TokenLogprobs")}
+
+
+def __getattr__(name: str) -> object:
+    """Public names load what they need on first use, so that `import twinjet` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

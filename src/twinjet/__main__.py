@@ -1,0 +1,5 @@
+"""`python -m twinjet` is `twinjet`."""
+
+from twinjet.cli.main import app
+
+app()

@@ -1,0 +1,219 @@
+"""From a model's name and a few options to everything that runs: the one place where "auto" is resolved.
+
+Knows checkpoints, text and the orchestrator; no HTTP, no terminal. Reads no environment itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinjet.checkpoints.gguf import read_checkpoint
+from twinjet.checkpoints.pull import ProgressCallback, resolve_model
+from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
+from twinjet.core.errors import ConfigError
+from twinjet.machine import available_memory, format_bytes, usable_cores
+from twinjet.models.config import ModelConfig
+from twinjet.orchestrator.orchestrator import Orchestrator
+from twinjet.text.template import ChatTemplate
+from twinjet.text.tokenizer import Tokenizer
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_TOKEN_BUDGET = 512
+PAGE_SIZE = 16
+
+KV_SHARE = 8
+"""Without --kv-memory, the pools of all engines take one part in this many of the memory available at start."""
+KV_MOST_SHARE = 2
+"""One part in this many of it at most, where one context needs more than that; a longer context is capped."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a person may choose about engines; None means that it is worked out here."""
+
+    context: int | None = None
+    """Most tokens of one sequence. None: the model's own, capped by memory."""
+    max_streams: int = 32
+    """Sequences that run at once, on each engine."""
+    threads: int | None = None
+    """Compute threads of each engine. None: the physical cores, shared out."""
+    kv_memory: int | None = None
+    """Bytes of each engine's KV pool. None: a share of the memory available."""
+    exact: bool = False
+    """Reference ops in float32 on the dequantised weights."""
+    token_budget: int | None = None
+    """Most rows in one step. None: 512, or `max_streams` where that is more."""
+    pipeline_depth: int = 2
+    """Plans made ahead."""
+    prefill_engines: int = 0
+    """With `decode_engines`: disaggregated, this many engines only prefill."""
+    decode_engines: int = 0
+    """0 and 0: interleaved, one engine."""
+
+    def __post_init__(self) -> None:
+        if (self.prefill_engines > 0) != (self.decode_engines > 0):
+            raise ConfigError(
+                f"disaggregated serving needs engines of both kinds, got --prefill {self.prefill_engines} "
+                f"--decode {self.decode_engines}; give both, or none for one engine that does both"
+            )
+        if self.prefill_engines < 0 or self.decode_engines < 0:
+            raise ConfigError("--prefill and --decode must not be negative")
+        for name in ("context", "max_streams", "threads", "kv_memory", "token_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """One role for each engine process."""
+        if self.prefill_engines == 0:
+            return ("both",)
+        return ("prefill",) * self.prefill_engines + ("decode",) * self.decode_engines
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model file that was found and read as far as the server process needs it: no weights."""
+
+    name: str
+    """What clients call it."""
+    path: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None: a base model, which can complete but not chat."""
+    quantisation: str
+    """The type that most of the weights are stored in."""
+    num_parameters: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything that serves one model, not yet started."""
+
+    model: OpenedModel
+    engine: EngineConfig
+    roles: tuple[str, ...]
+    orchestrator: Orchestrator
+
+    def summary(self) -> tuple[tuple[str, str], ...]:
+        """What was decided, as (label, text), for people."""
+        model, config, cache, scheduler = self.model, self.model.config, self.engine.cache, self.engine.scheduler
+        pool_bytes = cache.num_pages * cache.page_size * kv_bytes_per_token(config, cache.dtype)
+        context = f"{scheduler.context} tokens"
+        if scheduler.context < config.context_length:
+            context += f" (the model allows {config.context_length})"
+        engines = "1, interleaved"
+        if len(self.roles) > 1:
+            engines = f"{self.roles.count('prefill')} prefill + {self.roles.count('decode')} decode, disaggregated"
+        return (
+            ("model", f"{model.name}: {config.architecture}, {model.num_parameters / 1e6:.0f}M parameters"),
+            ("weights", f"{model.quantisation}, {format_bytes(model.size_bytes)}"),
+            ("context", context),
+            (
+                "KV pool",
+                f"{format_bytes(pool_bytes)} in {cache.dtype}: {cache.num_pages * cache.page_size} tokens, "
+                f"up to {scheduler.max_streams} streams",
+            ),
+            ("engines", f"{engines}; {self.engine.threads} compute threads each"),
+            ("arithmetic", "exact: float32 on dequantised weights" if self.engine.exact else "fast"),
+        )
+
+
+def default_home(environ: Mapping[str, str]) -> Path:
+    """Where models and compiled programs are kept: `TWINJET_HOME`, else ~/.cache/twinjet."""
+    chosen = environ.get("TWINJET_HOME")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "twinjet"
+
+
+def open_model(spec: str, home: Path, on_progress: ProgressCallback | None = None) -> OpenedModel:
+    """Pull what is missing and read the file's metadata.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    resolved = resolve_model(spec, home, on_progress)
+    checkpoint = read_checkpoint(resolved.path)
+    tokenizer = Tokenizer(checkpoint.vocab)
+    stored: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        size = 1
+        for extent in tensor.shape:
+            size *= extent
+        stored[tensor.quant] = stored.get(tensor.quant, 0) + size
+    return OpenedModel(
+        name=resolved.name,
+        path=resolved.path,
+        config=checkpoint.config,
+        tokenizer=tokenizer,
+        template=ChatTemplate.from_vocab(checkpoint.vocab, tokenizer),
+        quantisation=max(stored, key=stored.__getitem__),
+        num_parameters=sum(stored.values()),
+        size_bytes=checkpoint.size_bytes,
+    )
+
+
+def assemble(model: OpenedModel, options: EngineOptions, home: Path) -> Assembly:
+    """Resolve every "auto" against the model and this machine.
+
+    Raises: ConfigError.
+    """
+    config = engine_config(model, options, home, memory_bytes=available_memory(), physical_cores=usable_cores().physical)
+    return Assembly(model, config, options.roles, Orchestrator(config, roles=options.roles))
+
+
+def engine_config(
+    model: OpenedModel, options: EngineOptions, home: Path, *, memory_bytes: int, physical_cores: int
+) -> EngineConfig:
+    """The settings that every engine of this server is started with."""
+    num_engines = len(options.roles)
+    dtype: KVDtype = "float32" if options.exact else "float16"
+    context, num_tokens = pool_tokens(model.config, options, dtype, memory_bytes // num_engines)
+    return EngineConfig(
+        model_path=str(model.path),
+        cache=CacheConfig(page_size=PAGE_SIZE, num_pages=-(-num_tokens // PAGE_SIZE), dtype=dtype),
+        scheduler=SchedulerConfig(
+            max_streams=options.max_streams,
+            context=context,
+            token_budget=options.token_budget or max(DEFAULT_TOKEN_BUDGET, options.max_streams),
+        ),
+        exact=options.exact,
+        threads=options.threads or max(1, physical_cores // num_engines),
+        pipeline_depth=options.pipeline_depth,
+        cache_dir=str(home / "cache"),
+    )
+
+
+def pool_tokens(config: ModelConfig, options: EngineOptions, dtype: KVDtype, memory_bytes: int) -> tuple[int, int]:
+    """(context, tokens in the KV pool) of one engine that has `memory_bytes` for weights and KV.
+
+    A pool that --kv-memory sets is taken as it is. Otherwise: a share of the memory, at least one context
+    and at most one for each stream.
+    """
+    if options.context is not None and options.context > config.context_length:
+        raise ConfigError(
+            f"--context {options.context} is more than the {config.context_length} tokens that the model was trained for"
+        )
+    per_token = kv_bytes_per_token(config, dtype)
+    most = (options.kv_memory or memory_bytes // KV_MOST_SHARE) // per_token // PAGE_SIZE * PAGE_SIZE
+    if most < 1:
+        raise ConfigError(
+            f"one KV page of this model takes {format_bytes(per_token * PAGE_SIZE)}, "
+            f"more than the {format_bytes(options.kv_memory or memory_bytes // KV_MOST_SHARE)} there are; raise --kv-memory"
+        )
+    context = options.context or min(config.context_length, most)
+    if context > most:
+        raise ConfigError(
+            f"a context of {context} tokens needs {format_bytes(per_token * context)} of KV memory, and there are "
+            f"{format_bytes(per_token * most)}; lower --context or raise --kv-memory"
+        )
+    if options.kv_memory is not None:
+        return context, most
+    # Each stream may leave its last page part empty.
+    for_all_streams = options.max_streams * -(-context // PAGE_SIZE) * PAGE_SIZE
+    return context, min(for_all_streams, max(context, memory_bytes // KV_SHARE // per_token))
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: KVDtype) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"float32": 4, "float16": 2}[dtype]
