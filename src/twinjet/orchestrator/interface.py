@@ -52,7 +52,7 @@ class Orchestrating(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """The engines' common limits. Valid once started."""
+        """The engines' common limits. Raises Overloaded until started."""
         ...
 
     def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
