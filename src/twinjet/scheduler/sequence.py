@@ -50,3 +50,26 @@ class Exported:
     sequence_id: int
     start: int
     kv: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """What one completed plan means for its sequences, in the order of the plan's rows."""
+
+    emissions: list[Emission]
+    exports: list[Exported]
+    """Only of sequences that ended as `exported` in this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges, and counters since the start (`_total`); fields as in the wire's `Stats`."""
+
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    waiting_tokens: int
+    wasted_rows_total: int
+    preemptions_total: int
+    rows_total: int
+    steps_total: int
