@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -47,6 +48,8 @@ class ServerSocket:
         """Messages dropped because their sender is no engine of ours."""
         self.bad_frames_total = 0
         """Messages dropped because they are not in our schema."""
+        self.on_bad_frame: Callable[[int, int, str], None] = lambda engine_id, incarnation, problem: None
+        """Told of each of them: news of that engine is missing from then on. Must not raise."""
         if endpoint is not None and len(endpoint.removeprefix("ipc://").encode()) > MAX_IPC_PATH_BYTES:
             raise ConfigError(f"a socket path has at most {MAX_IPC_PATH_BYTES} bytes, got {endpoint}")
         self._own_directory: str | None = None
@@ -107,8 +110,9 @@ class ServerSocket:
             if len(frames) != 2:
                 raise WireError(f"a message is one frame, got {len(frames) - 1}")
             return *sender, decode_to_orchestrator(frames[1])
-        except WireError:
+        except WireError as error:
             self.bad_frames_total += 1
+            self.on_bad_frame(*sender, str(error))
             return None
 
     def send(self, engine_id: int, incarnation: int, message: ToEngine) -> bool:
