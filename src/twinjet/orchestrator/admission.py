@@ -1,0 +1,44 @@
+"""Which requests can run at all. Knows the engines' limits and the request, nothing else."""
+
+from twinjet.core.errors import ContextTooLong, InvalidRequest
+from twinjet.core.types import MAX_LOGPROBS, EngineInfo, Request
+
+
+def check_request(request: Request, info: EngineInfo) -> None:
+    """Raises: InvalidRequest, ContextTooLong."""
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt is empty; send at least one token", "prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
+    _check_context(len(request.prompt_ids), request.max_tokens, info.context)
+    _check_vocabulary("the prompt", request.prompt_ids, info.vocab_size, "prompt")
+    _check_vocabulary("stop_token_ids", request.stop_token_ids, info.vocab_size, "stop_token_ids")
+    if request.num_logprobs is not None and not 0 <= request.num_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"log-probabilities of 0 to {MAX_LOGPROBS} tokens can be reported, got {request.num_logprobs}", "logprobs"
+        )
+
+
+def _check_context(num_prompt: int, max_tokens: int, context: int) -> None:
+    if num_prompt >= context:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, but the context holds {context} "
+            "tokens in all; shorten the prompt, or start the server with a larger --context",
+            "prompt",
+        )
+    if num_prompt + max_tokens > context:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together {num_prompt + max_tokens}, "
+            f"but the context holds {context} tokens; shorten the prompt or lower max_tokens to at most "
+            f"{context - num_prompt}",
+            "max_tokens",
+        )
+
+
+def _check_vocabulary(what: str, token_ids: tuple[int, ...] | frozenset[int], vocab_size: int, param: str) -> None:
+    if not token_ids:
+        return
+    # min and max keep the common, valid case out of Python loops: prompts may have 100,000 ids.
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{what}: token ids go from 0 to {vocab_size - 1}, got {token_id}", param)
