@@ -5,13 +5,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from twinjet.api import LLM, AsyncLLM, Completion, Delta, Usage
     from twinjet.core.types import SamplingParams, TokenLogprobs
+    from twinjet.options import EngineOptions
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "Delta", "SamplingParams", "TokenLogprobs", "Usage", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Delta",
+    "EngineOptions",
+    "SamplingParams",
+    "TokenLogprobs",
+    "Usage",
+    "__version__",
+]
 
-_HOMES = {name: "twinjet.api" for name in ("LLM", "AsyncLLM", "Completion", "Delta", "Usage")}
-_HOMES |= {name: "twinjet.core.types" for name in ("SamplingParams", "TokenLogprobs")}
+_HOMES: dict[str, str] = {
+    **dict.fromkeys(("LLM", "AsyncLLM", "Completion", "Delta", "Usage"), "twinjet.api"),
+    **dict.fromkeys(("SamplingParams", "TokenLogprobs"), "twinjet.core.types"),
+    "EngineOptions": "twinjet.options",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -22,9 +22,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from twinjet.assemble import DEFAULT_MODEL, Assembly, EngineOptions, assemble, default_home, open_model
+from twinjet.assemble import Assembly, assemble, default_home, open_model
 from twinjet.core.errors import ConfigError, InvalidRequest, Overloaded, StepFailed
 from twinjet.core.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from twinjet.options import DEFAULT_MODEL, EngineOptions
 from twinjet.text.stream import TextStream
 
 Prompt = str | Sequence[int]

@@ -13,11 +13,11 @@ from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerCon
 from twinjet.core.errors import ConfigError
 from twinjet.machine import available_memory, format_bytes, usable_cores
 from twinjet.models.config import ModelConfig
+from twinjet.options import EngineOptions
 from twinjet.orchestrator.orchestrator import Orchestrator
 from twinjet.text.template import ChatTemplate
 from twinjet.text.tokenizer import Tokenizer
 
-DEFAULT_MODEL = "smollm2"
 DEFAULT_TOKEN_BUDGET = 512
 PAGE_SIZE = 16
 
@@ -25,50 +25,6 @@ KV_SHARE = 8
 """Without --kv-memory, the pools of all engines take one part in this many of the memory available at start."""
 KV_MOST_SHARE = 2
 """One part in this many of it at most, where one context needs more than that; a longer context is capped."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What a person may choose about engines; None means that it is worked out here."""
-
-    context: int | None = None
-    """Most tokens of one sequence. None: the model's own, capped by memory."""
-    max_streams: int = 32
-    """Sequences that run at once, on each engine."""
-    threads: int | None = None
-    """Compute threads of each engine. None: the physical cores, shared out."""
-    kv_memory: int | None = None
-    """Bytes of each engine's KV pool. None: a share of the memory available."""
-    exact: bool = False
-    """Reference ops in float32 on the dequantised weights."""
-    token_budget: int | None = None
-    """Most rows in one step. None: 512, or `max_streams` where that is more."""
-    pipeline_depth: int = 2
-    """Plans made ahead."""
-    prefill_engines: int = 0
-    """With `decode_engines`: disaggregated, this many engines only prefill."""
-    decode_engines: int = 0
-    """0 and 0: interleaved, one engine."""
-
-    def __post_init__(self) -> None:
-        if (self.prefill_engines > 0) != (self.decode_engines > 0):
-            raise ConfigError(
-                f"disaggregated serving needs engines of both kinds, got --prefill {self.prefill_engines} "
-                f"--decode {self.decode_engines}; give both, or none for one engine that does both"
-            )
-        if self.prefill_engines < 0 or self.decode_engines < 0:
-            raise ConfigError("--prefill and --decode must not be negative")
-        for name in ("context", "max_streams", "threads", "kv_memory", "token_budget"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """One role for each engine process."""
-        if self.prefill_engines == 0:
-            return ("both",)
-        return ("prefill",) * self.prefill_engines + ("decode",) * self.decode_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +114,9 @@ def assemble(model: OpenedModel, options: EngineOptions, home: Path) -> Assembly
 
     Raises: ConfigError.
     """
-    config = engine_config(model, options, home, memory_bytes=available_memory(), physical_cores=usable_cores().physical)
+    config = engine_config(
+        model, options, home, memory_bytes=available_memory(), physical_cores=usable_cores().physical
+    )
     return Assembly(model, config, options.roles, Orchestrator(config, roles=options.roles))
 
 
@@ -192,14 +150,16 @@ def pool_tokens(config: ModelConfig, options: EngineOptions, dtype: KVDtype, mem
     """
     if options.context is not None and options.context > config.context_length:
         raise ConfigError(
-            f"--context {options.context} is more than the {config.context_length} tokens that the model was trained for"
+            f"--context {options.context} is more than the {config.context_length} tokens "
+            "that the model was trained for"
         )
     per_token = kv_bytes_per_token(config, dtype)
-    most = (options.kv_memory or memory_bytes // KV_MOST_SHARE) // per_token // PAGE_SIZE * PAGE_SIZE
+    room_bytes = options.kv_memory or memory_bytes // KV_MOST_SHARE
+    most = room_bytes // per_token // PAGE_SIZE * PAGE_SIZE
     if most < 1:
         raise ConfigError(
             f"one KV page of this model takes {format_bytes(per_token * PAGE_SIZE)}, "
-            f"more than the {format_bytes(options.kv_memory or memory_bytes // KV_MOST_SHARE)} there are; raise --kv-memory"
+            f"more than the {format_bytes(room_bytes)} there are for it; raise --kv-memory"
         )
     context = options.context or min(config.context_length, most)
     if context > most:

@@ -1,1 +1,1 @@
-"""The command line, one file per command."""
+"""The command line: one file per command. The only place that knows terminals."""

@@ -1,0 +1,71 @@
+"""`twinjet doctor`: what this machine has, and what Twinjet will use of it."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import typer
+
+from twinjet.options import DEFAULT_MODEL, EngineOptions
+
+
+def doctor() -> None:
+    """Say what the machine has and what will be used."""
+    from twinjet import __version__, machine
+    from twinjet.assemble import default_home
+    from twinjet.cli.tables import print_facts
+
+    home = default_home(os.environ)
+    cores = machine.usable_cores()
+    total, available = map(machine.format_bytes, (machine.total_memory(), machine.available_memory()))
+    found = machine.accelerators()
+    typer.echo("This machine")
+    print_facts(
+        (
+            ("processor", machine.processor_name()),
+            ("cores", f"{cores.physical} physical, {cores.logical} logical usable"),
+            ("instruction sets", " ".join(machine.instruction_sets()) or "unknown"),
+            ("memory", f"{total}, {available} available"),
+            ("accelerators", ", ".join(found) or "none found"),
+        ),
+        indent="  ",
+    )
+    typer.echo("Installed")
+    print_facts(
+        (
+            ("twinjet", __version__),
+            ("python", f"{platform.python_version()} on {platform.platform(terse=True)}"),
+            ("jax", f"{_version('jax')}, jaxlib {_version('jaxlib')}"),
+            ("compiled kernels", "none: this version has no kernels of its own yet"),
+            ("home", _describe_home(home)),
+        ),
+        indent="  ",
+    )
+    typer.echo(f"What `twinjet serve {DEFAULT_MODEL}` will use")
+    note = " (accelerators are not used yet)" if found else ""
+    print_facts((("backend", f"reference ops, compiled by XLA for the CPU{note}"), *_plan(home)), indent="  ")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _describe_home(home: Path) -> str:
+    from twinjet.checkpoints.pull import list_models
+
+    here = [entry.name for entry in list_models(home) if entry.path is not None]
+    return f"{home}; models there: {', '.join(here) or 'none'}"
+
+
+def _plan(home: Path) -> tuple[tuple[str, str], ...]:
+    """What would be decided for the default model; a model that has yet to be pulled is not pulled for this."""
+    from twinjet.assemble import assemble, open_model
+    from twinjet.checkpoints.pull import list_models
+
+    if not any(entry.name == DEFAULT_MODEL and entry.path is not None for entry in list_models(home)):
+        return (("model", f"{DEFAULT_MODEL} is not here yet: twinjet pull {DEFAULT_MODEL}"),)
+    return assemble(open_model(DEFAULT_MODEL, home), EngineOptions(), home).summary()

@@ -1,0 +1,75 @@
+"""Options that several commands share, with the text that their help shows."""
+
+from typing import Annotated
+
+import typer
+
+from twinjet.machine import parse_bytes
+from twinjet.options import EngineOptions
+
+MODEL_HELP = "A known name (see `twinjet models`), a GGUF file, or hf:org/repo[:file]."
+
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Context = Annotated[
+    int | None,
+    typer.Option(help="Most tokens of one sequence, prompt and answer.  [default: the model's own, capped by memory]"),
+]
+MaxStreams = Annotated[int, typer.Option(help="Sequences that each engine runs at once.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Compute threads of each engine.  [default: the physical cores, shared between engines]"),
+]
+KVMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each engine's KV pool, as 512MiB or 2GiB.  [default: 1/8 of the memory available, "
+        "at least one context, at most one for each stream]",
+    ),
+]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="Reference arithmetic: float32 on the dequantised weights, float32 KV.")
+]
+TokenBudget = Annotated[
+    int | None, typer.Option(help="Most rows in one step.  [default: 512, or --max-streams where that is more]")
+]
+PipelineDepth = Annotated[int, typer.Option(help="Steps planned ahead: the one running and those queued behind it.")]
+PrefillEngines = Annotated[
+    int, typer.Option("--prefill", metavar="N", help="Disaggregated: engines that only prefill; with --decode.")
+]
+DecodeEngines = Annotated[
+    int, typer.Option("--decode", metavar="N", help="Disaggregated: engines that only decode; with --prefill.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Tokens to generate at most.  [default: until the context is full]")
+]
+TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this joint probability.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")]
+Seed = Annotated[int | None, typer.Option(help="Repeats a sampled answer.  [default: drawn anew]")]
+
+
+def engine_options(
+    *,
+    context: int | None,
+    max_streams: int,
+    threads: int | None,
+    kv_memory: str | None,
+    exact: bool,
+    token_budget: int | None = None,
+    pipeline_depth: int = 2,
+    prefill: int = 0,
+    decode: int = 0,
+) -> EngineOptions:
+    """Raises: ConfigError."""
+    return EngineOptions(
+        context=context,
+        max_streams=max_streams,
+        threads=threads,
+        kv_memory=parse_bytes(kv_memory) if kv_memory is not None else None,
+        exact=exact,
+        token_budget=token_budget,
+        pipeline_depth=pipeline_depth,
+        prefill_engines=prefill,
+        decode_engines=decode,
+    )

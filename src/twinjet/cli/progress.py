@@ -1,0 +1,68 @@
+"""How far something is: bars on a terminal, a line at the start and the end of each task elsewhere.
+
+Goes to standard error, so that standard output holds answers only.
+"""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_STAGES = {"load": "loading weights", "compile": "compiling programs"}
+
+
+class ProgressReport:
+    """Bars, one for each task, for as long as the `with` block lasts."""
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._plain: dict[str, bool] = {}
+        """Tasks that were begun off a terminal, and whether they are done."""
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[amount]}"),
+                TimeElapsedColumn(),
+            )
+            self._bars = Progress(*columns, console=Console(stderr=True))
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def pull(self, name: str, done: int, total: int | None) -> None:
+        """Bytes of a model file."""
+        amount = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
+        self._show(f"pulling {name}", done, total, amount)
+
+    def engine(self, engine_id: int, stage: str, done: int, total: int) -> None:
+        """A stage of an engine's start; as the orchestrator reports it."""
+        self._show(f"engine {engine_id}: {_STAGES.get(stage, stage)}", done, total, f"{done} of {total}")
+
+    def _show(self, title: str, done: int, total: int | None, amount: str) -> None:
+        if self._bars is not None:
+            if title not in self._tasks:
+                self._tasks[title] = self._bars.add_task(title, total=total, amount=amount)
+            self._bars.update(self._tasks[title], completed=done, total=total, amount=amount)
+            return
+        if title not in self._plain:
+            self._plain[title] = False
+            typer.echo(f"{title} ...", err=True)
+        if total and done >= total and not self._plain[title]:
+            self._plain[title] = True
+            typer.echo(f"{title}: {amount}, done", err=True)

@@ -1,0 +1,51 @@
+"""What a person may choose about engines. "auto" is still in it; `assemble` resolves that. Imports next to nothing."""
+
+from dataclasses import dataclass
+
+from twinjet.core.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a person may choose about engines; None means that it is worked out here."""
+
+    context: int | None = None
+    """Most tokens of one sequence. None: the model's own, capped by memory."""
+    max_streams: int = 32
+    """Sequences that run at once, on each engine."""
+    threads: int | None = None
+    """Compute threads of each engine. None: the physical cores, shared out."""
+    kv_memory: int | None = None
+    """Bytes of each engine's KV pool. None: a share of the memory available."""
+    exact: bool = False
+    """Reference ops in float32 on the dequantised weights."""
+    token_budget: int | None = None
+    """Most rows in one step. None: 512, or `max_streams` where that is more."""
+    pipeline_depth: int = 2
+    """Plans made ahead."""
+    prefill_engines: int = 0
+    """With `decode_engines`: disaggregated, this many engines only prefill."""
+    decode_engines: int = 0
+    """0 and 0: interleaved, one engine."""
+
+    def __post_init__(self) -> None:
+        if (self.prefill_engines > 0) != (self.decode_engines > 0):
+            raise ConfigError(
+                f"disaggregated serving needs engines of both kinds, got --prefill {self.prefill_engines} "
+                f"--decode {self.decode_engines}; give both, or none for one engine that does both"
+            )
+        if self.prefill_engines < 0 or self.decode_engines < 0:
+            raise ConfigError("--prefill and --decode must not be negative")
+        for name in ("context", "max_streams", "threads", "kv_memory", "token_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """One role for each engine process."""
+        if self.prefill_engines == 0:
+            return ("both",)
+        return ("prefill",) * self.prefill_engines + ("decode",) * self.decode_engines
