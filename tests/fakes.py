@@ -49,6 +49,7 @@ class FakeEngine:
     """
 
     backend = "fake"
+    kv_shape = (1, 1, 1)
 
     def __init__(
         self,

@@ -18,6 +18,11 @@ class SteppingEngine(Protocol):
         ...
 
     @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """(L, K, H) of its canonical pages: what it exports, and all that it can import."""
+        ...
+
+    @property
     def compiles_total(self) -> int:
         """Programs compiled since warm-up ended."""
         ...
