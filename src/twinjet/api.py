@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 from twinjet.assemble import Assembly, assemble, default_home, open_model
-from twinjet.core.errors import ConfigError, InvalidRequest, Overloaded, StepFailed
+from twinjet.core.errors import ConfigError, InvalidRequest, StepFailed
 from twinjet.core.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from twinjet.options import DEFAULT_MODEL, EngineOptions
 from twinjet.text.stream import TextStream
@@ -37,6 +37,8 @@ StartProgress = Callable[[int, str, int, int], None]
 
 GREEDY = SamplingParams(temperature=0.0)
 DEFAULT_MAX_TOKENS = 256
+MAX_REQUESTS = 512
+"""Requests handed over at once, what the orchestrator lets wait; more wait here, as there is nobody to send away."""
 _CLOSE_TIMEOUT_S = 30.0
 _T = TypeVar("_T")
 
@@ -105,6 +107,7 @@ class AsyncLLM:
         self._home = Path(home) if home is not None else default_home(os.environ)
         self._assembly: Assembly | None = None
         self._request_numbers = itertools.count()
+        self._room = asyncio.Semaphore(MAX_REQUESTS)
 
     async def start(self, on_progress: StartProgress | None = None) -> Self:
         """Pull and open the model, start the engines, return when they are warm.
@@ -262,29 +265,20 @@ class AsyncLLM:
     async def _deltas(self, request: Request, stop: str | Sequence[str]) -> AsyncGenerator[Delta, None]:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         text = TextStream(self.assembly.model.tokenizer, stops)
-        events = await self._submit(request)
-        try:
-            async for event in events:
-                if event.finish_reason == "error":
-                    raise StepFailed(event.error or "the engine failed the request")
-                delta = _delta(event, text)
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            if isinstance(events, AsyncGenerator):
-                await events.aclose()
-            self.assembly.orchestrator.abort(request.request_id)
-
-    async def _submit(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Hand a request over; where too many wait already, wait as well: there is no client here to send away."""
-        while True:
+        orchestrator = self.assembly.orchestrator
+        async with self._room:
+            events = orchestrator.submit(request)
             try:
-                return self.assembly.orchestrator.submit(request)
-            except Overloaded as full:
-                if not self.assembly.orchestrator.health().ok:
-                    raise
-                await asyncio.sleep(min(full.retry_after_s, 0.05))
+                async for event in events:
+                    if event.finish_reason == "error":
+                        raise StepFailed(event.error or "the engine failed the request")
+                    delta = _delta(event, text)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            finally:
+                # Left early, for a stop string or by the caller; no news to a request that is over.
+                orchestrator.abort(request.request_id)
 
 
 def _delta(event: TokenEvent, text: TextStream) -> Delta:

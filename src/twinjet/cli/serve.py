@@ -7,12 +7,10 @@ second one does not wait.
 import asyncio
 import gc
 import json
+import logging
 import os
-import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,16 +28,10 @@ from twinjet.cli.options import (
     TokenBudget,
     engine_options,
 )
-from twinjet.core.errors import ConfigError
 from twinjet.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from uvicorn import Server
-
     from twinjet.assemble import Assembly
-
-_CLOSE_CONNECTIONS_S = 5
-"""How long after the drain a connection may take to close."""
 
 
 def serve(
@@ -61,9 +53,12 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve a model over HTTP: the OpenAI routes, /tokenize, /detokenize, /health and /metrics."""
+    from uvicorn.config import Config
+
     from twinjet.assemble import assemble, default_home, open_model
     from twinjet.cli.progress import ProgressReport
     from twinjet.cli.tables import print_facts
+    from twinjet.server.serving import open_socket
 
     options = engine_options(
         context=context,
@@ -77,110 +72,55 @@ def serve(
         decode=decode,
     )
     home = default_home(os.environ)
-    with _bind(host, port) as listener:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Opened first: a taken port is found before anything slow begins.
+    with open_socket(host, port) as listener:
         with ProgressReport() as report:
             opened = open_model(model, home, report.pull)
         assembly = assemble(opened, options, home)
         print_facts(assembly.summary(), indent="  ", err=True)
-        from uvicorn.config import Config
-
-        loop_factory = Config("", loop="auto").get_loop_factory()
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=Config("").get_loop_factory()) as runner:
             runner.run(_serve(assembly, listener, drain_timeout))
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening: a taken port is found before anything slow begins."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --port"
-        ) from None
-    return listener
 
 
 async def _serve(assembly: "Assembly", listener: socket.socket, drain_timeout_s: float) -> None:
     from twinjet.cli.progress import ProgressReport
-    from twinjet.server.app import create_app
-    from twinjet.server.service import ServedModel
+    from twinjet.server.app import ServedModel, create_app, run_server
 
     model, orchestrator = assembly.model, assembly.orchestrator
-    service = ServedModel(model.name, model.tokenizer, model.template, orchestrator, int(time.time()))
-    server = _make_server(create_app(service))
-    stop, hurry = _stop_events()
+    app = create_app(ServedModel(model.name, model.tokenizer, model.template, orchestrator, int(time.time())))
+    stop = asyncio.Event()
     began_s = time.monotonic()
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    stopping = asyncio.create_task(stop.wait(), name="stop signal")
+    serving = asyncio.create_task(
+        run_server(app, listener=listener, drain_timeout_s=drain_timeout_s, stop=stop), name="http"
+    )
+    telling = asyncio.create_task(_tell_of_drain(assembly, stop), name="tell of the drain")
     try:
         with ProgressReport() as report:
             starting = asyncio.create_task(orchestrator.start(report.engine), name="start engines")
-            await asyncio.wait({serving, starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
                 return
             starting.result()
         # What start-up left behind is never garbage; collections need not look at it again.
         gc.collect()
         gc.freeze()
         _announce(assembly, listener, time.monotonic() - began_s)
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
-            await _drain(assembly, drain_timeout_s, hurry)
+        await asyncio.wait({serving})
     finally:
-        stopping.cancel()
-        server.should_exit = True
-        server.force_exit = hurry.is_set()
+        stop.set()
         await serving
+        telling.cancel()
         await orchestrator.stop()
 
 
-def _make_server(app: object) -> "Server":
-    import uvicorn
-
-    class _Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Signals are ours: a drain comes before the end of the connections."""
-            yield
-
-    # Uvicorn would otherwise log an error for each connection that outlives its grace.
-    config = uvicorn.Config(
-        app,  # pyright: ignore[reportArgumentType]
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
-    )
-    return _Server(config)
-
-
-def _stop_events() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first SIGINT or SIGTERM, and by the second."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, signalled)
-    return stop, hurry
-
-
-async def _drain(assembly: "Assembly", timeout_s: float, hurry: asyncio.Event) -> None:
+async def _tell_of_drain(assembly: "Assembly", stop: asyncio.Event) -> None:
+    await stop.wait()
     running = assembly.orchestrator.stats().num_requests
     if running:
-        typer.echo(f"twinjet: finishing {running} requests; again to stop at once", err=True)
-    draining = asyncio.create_task(assembly.orchestrator.drain(timeout_s), name="drain")
-    hurrying = asyncio.create_task(hurry.wait(), name="second signal")
-    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
-    hurrying.cancel()
-    if not draining.done():
-        draining.cancel()
-    elif not draining.result():
-        typer.echo(f"twinjet: some requests did not finish within {timeout_s:g} s and were ended", err=True)
+        typer.echo(f"twinjet: {running} requests may finish; a second signal ends them", err=True)
 
 
 def _announce(assembly: "Assembly", listener: socket.socket, took_s: float) -> None:
