@@ -189,7 +189,9 @@ class EngineSocket:
                 self.bad_frames_total += 1
 
     def wake(self) -> None:
-        """End the current or the next `wait` at once. From any thread, or a signal handler."""
+        """End the current or the next `wait` at once. From any thread, or a signal handler; nothing once closed."""
+        if self._socket.closed:
+            return
         # A full pipe means that a wake-up is already under way.
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"!")
@@ -201,7 +203,7 @@ class EngineSocket:
             os.read(self._wake_read, 4096)
 
     def close(self) -> None:
-        """Let what was sent leave, for a short while. Nobody may `wake` it any more."""
+        """Let what was sent leave, for a short while."""
         self._socket.close(LINGER_MS)
         self._context.term()
         os.close(self._wake_read)
