@@ -22,10 +22,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from twinjet.assemble import Assembly, assemble, default_home, open_model
+from twinjet.assemble import Assembly, assemble, open_model
 from twinjet.core.errors import ConfigError, InvalidRequest, StepFailed
 from twinjet.core.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from twinjet.options import DEFAULT_MODEL, EngineOptions
+from twinjet.options import DEFAULT_MODEL, EngineOptions, default_home
 from twinjet.text.stream import TextStream
 
 Prompt = str | Sequence[int]

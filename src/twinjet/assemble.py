@@ -3,7 +3,6 @@
 Knows checkpoints, text and the orchestrator; no HTTP, no terminal. Reads no environment itself.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +74,6 @@ class Assembly:
             ("engines", f"{engines}; {self.engine.threads} compute threads each"),
             ("arithmetic", "exact: float32 on dequantised weights" if self.engine.exact else "fast"),
         )
-
-
-def default_home(environ: Mapping[str, str]) -> Path:
-    """Where models and compiled programs are kept: `TWINJET_HOME`, else ~/.cache/twinjet."""
-    chosen = environ.get("TWINJET_HOME")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "twinjet"
 
 
 def open_model(spec: str, home: Path, on_progress: ProgressCallback | None = None) -> OpenedModel:

@@ -1,6 +1,8 @@
-"""What a person may choose about engines. "auto" is still in it; `assemble` resolves that. Imports next to nothing."""
+"""What a person may choose. "auto" is still in it; `assemble` resolves that. Imports next to nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from twinjet.core.errors import ConfigError
 
@@ -49,3 +51,9 @@ class EngineOptions:
         if self.prefill_engines == 0:
             return ("both",)
         return ("prefill",) * self.prefill_engines + ("decode",) * self.decode_engines
+
+
+def default_home(environ: Mapping[str, str]) -> Path:
+    """Where models and compiled programs are kept: `TWINJET_HOME`, else ~/.cache/twinjet."""
+    chosen = environ.get("TWINJET_HOME")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "twinjet"

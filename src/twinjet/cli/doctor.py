@@ -7,13 +7,12 @@ from pathlib import Path
 
 import typer
 
-from twinjet.options import DEFAULT_MODEL, EngineOptions
+from twinjet.options import DEFAULT_MODEL, EngineOptions, default_home
 
 
 def doctor() -> None:
     """Say what the machine has and what will be used."""
     from twinjet import __version__, machine
-    from twinjet.assemble import default_home
     from twinjet.cli.tables import print_facts
 
     home = default_home(os.environ)

@@ -4,6 +4,7 @@ Goes to standard error, so that standard output holds answers only.
 """
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +13,14 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_STAGES = {"load": "loading weights", "compile": "compiling programs"}
+_STAGES = {
+    "download": "downloading",
+    "unpack": "unpacking",
+    "verify": "checking the hash",
+    "wait": "waiting for another process that fetches it",
+    "load": "loading weights",
+    "compile": "compiling programs",
+}
 
 
 class ProgressReport:
@@ -45,10 +53,16 @@ class ProgressReport:
         if self._bars is not None:
             self._bars.stop()
 
-    def pull(self, name: str, done: int, total: int | None) -> None:
-        """Bytes of a model file."""
-        amount = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
-        self._show(f"pulling {name}", done, total, amount)
+    def pulling(self, model: str) -> Callable[[str, int, int | None], None]:
+        """What `checkpoints` is to call with (stage, done bytes, total bytes) while it fetches a model."""
+
+        def show(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+            amount = f"{done_bytes / 1e6:.1f} MB"
+            if total_bytes:
+                amount = f"{done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
+            self._show(f"{model}: {_STAGES.get(stage, stage)}", done_bytes, total_bytes, amount)
+
+        return show
 
     def engine(self, engine_id: int, stage: str, done: int, total: int) -> None:
         """A stage of an engine's start; as the orchestrator reports it."""

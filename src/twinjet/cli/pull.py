@@ -1,19 +1,18 @@
 """`twinjet pull`: fetch a model now, so that nothing has to wait for it later."""
 
 from twinjet.cli.options import Model
-from twinjet.options import DEFAULT_MODEL
+from twinjet.options import DEFAULT_MODEL, default_home
 
 
 def pull(model: Model = DEFAULT_MODEL) -> None:
-    """Fetch a model, or say where it already is."""
+    """Fetch a model, or check the one that is here against its hash, and say where it is."""
     import os
 
     import typer
 
-    from twinjet.assemble import default_home
     from twinjet.checkpoints.pull import resolve_model
     from twinjet.cli.progress import ProgressReport
 
     with ProgressReport() as report:
-        resolved = resolve_model(model, default_home(os.environ), report.pull)
+        resolved = resolve_model(model, default_home(os.environ), report.pulling(model), verify=True)
     typer.echo(f"{resolved.name}: {resolved.path}")

@@ -28,7 +28,7 @@ from twinjet.cli.options import (
     TokenBudget,
     engine_options,
 )
-from twinjet.options import DEFAULT_MODEL
+from twinjet.options import DEFAULT_MODEL, default_home
 
 if TYPE_CHECKING:
     from twinjet.assemble import Assembly
@@ -55,7 +55,7 @@ def serve(
     """Serve a model over HTTP: the OpenAI routes, /tokenize, /detokenize, /health and /metrics."""
     from uvicorn.config import Config
 
-    from twinjet.assemble import assemble, default_home, open_model
+    from twinjet.assemble import assemble, open_model
     from twinjet.cli.progress import ProgressReport
     from twinjet.cli.tables import print_facts
     from twinjet.server.serving import open_socket
@@ -76,7 +76,7 @@ def serve(
     # Opened first: a taken port is found before anything slow begins.
     with open_socket(host, port) as listener:
         with ProgressReport() as report:
-            opened = open_model(model, home, report.pull)
+            opened = open_model(model, home, report.pulling(model))
         assembly = assemble(opened, options, home)
         print_facts(assembly.summary(), indent="  ", err=True)
         with asyncio.Runner(loop_factory=Config("").get_loop_factory()) as runner:

@@ -4,17 +4,17 @@ import os
 import secrets
 
 from twinjet.api import LLM
-from twinjet.assemble import default_home, open_model
+from twinjet.assemble import open_model
 from twinjet.cli.progress import ProgressReport
 from twinjet.core.types import SamplingParams
-from twinjet.options import EngineOptions
+from twinjet.options import EngineOptions, default_home
 
 
 def open_llm(model: str, options: EngineOptions) -> LLM:
     """Raises: CheckpointError, ConfigError, EngineDead."""
     home = default_home(os.environ)
     with ProgressReport() as report:
-        open_model(model, home, report.pull)  # pulls with a bar; a file that is there is only opened
+        open_model(model, home, report.pulling(model))  # pulls with a bar; a file that is there is only opened
         return LLM(model, options=options, home=home, on_progress=report.engine)
 
 
