@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from twinjet.assemble import Assembly, assemble, open_model
+from twinjet.assemble import Assembly, OpenedModel, assemble, open_model
 from twinjet.core.errors import ConfigError, InvalidRequest, StepFailed
 from twinjet.core.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from twinjet.options import DEFAULT_MODEL, EngineOptions, default_home
@@ -93,16 +93,17 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | OpenedModel = DEFAULT_MODEL,
         *,
         options: EngineOptions | None = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         """`model` is a known name, a GGUF file, or `hf:org/repo[:file]`; it is pulled by `start` where it is missing.
+        One that was opened already is taken as it is.
 
         `home` is where models and compiled programs are kept; None: `TWINJET_HOME`, else ~/.cache/twinjet.
         """
-        self._spec = model
+        self._model = model
         self._options = options or EngineOptions()
         self._home = Path(home) if home is not None else default_home(os.environ)
         self._assembly: Assembly | None = None
@@ -116,7 +117,9 @@ class AsyncLLM:
         """
         if self._assembly is not None:
             return self
-        model = await asyncio.to_thread(open_model, self._spec, self._home)
+        model = self._model
+        if isinstance(model, str):
+            model = await asyncio.to_thread(open_model, model, self._home)
         assembly = assemble(model, self._options, self._home)
         try:
             await assembly.orchestrator.start(on_progress)
@@ -308,7 +311,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | OpenedModel = DEFAULT_MODEL,
         *,
         options: EngineOptions | None = None,
         home: str | os.PathLike[str] | None = None,

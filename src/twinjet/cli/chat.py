@@ -53,17 +53,18 @@ def chat(
     exact: Exact = False,
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands."""
-    from twinjet.cli.session import open_llm, sampling_params
+    from twinjet.cli.session import open_with_progress, sampling_params, start_with_progress
 
     sampling = sampling_params(temperature, top_k, top_p, min_p, seed)
     options = engine_options(context=context, max_streams=1, threads=threads, kv_memory=kv_memory, exact=exact)
-    with open_llm(model, options) as llm:
-        if llm.assembly.model.template is None:
-            raise ConfigError(
-                f"{llm.assembly.model.name} is a base model without a chat template and cannot chat; "
-                f'complete text with: twinjet run {model} "..."'
-            )
-        typer.echo(f"{llm.assembly.model.name}; /help lists the commands, Ctrl-D leaves", err=True)
+    opened = open_with_progress(model)
+    if opened.template is None:
+        raise ConfigError(
+            f"{opened.name} is a base model without a chat template and cannot chat; "
+            f'complete text with: twinjet run {model} "..."'
+        )
+    with start_with_progress(opened, options) as llm:
+        typer.echo(f"{opened.name}; /help lists the commands, Ctrl-D leaves", err=True)
         Conversation(llm, sampling, max_tokens, system).hold()
 
 

@@ -44,7 +44,7 @@ def run(
     decode: DecodeEngines = 0,
 ) -> None:
     """Answer one prompt. A model with a chat template answers, a base model continues the text."""
-    from twinjet.cli.session import open_llm, sampling_params
+    from twinjet.cli.session import open_with_progress, sampling_params, start_with_progress
 
     if len(words) > 2:
         raise InvalidRequest(f"expected [MODEL] PROMPT, got {len(words)} words; put the prompt in quotes")
@@ -61,7 +61,7 @@ def run(
         prefill=prefill,
         decode=decode,
     )
-    with open_llm(model, options) as llm:
+    with start_with_progress(open_with_progress(model), options) as llm:
         if raw or llm.assembly.model.template is None:
             deltas = llm.stream(prompt, sampling, max_tokens=max_tokens)
         else:
