@@ -222,19 +222,20 @@ def thread_worker(server: Server, config: EngineConfig, engine_id: int = 0) -> I
         gc.enable()
 
 
-def child_environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+def child_environment(path: str = "") -> dict[str, str]:
+    """For a child that finds `tests`, and what lies in `path`."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}
 
 
 def spawn_worker(
-    endpoint: str, config: EngineConfig, engine_id: int = 0, factory: str = FACTORY
+    endpoint: str, config: EngineConfig, engine_id: int = 0, factory: str = FACTORY, path: str = ""
 ) -> subprocess.Popen[bytes]:
-    """A real engine process. Its standard error is captured."""
+    """A real engine process, whose standard error is captured; `path` may hold its factory."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "twinjet.worker"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=child_environment(),
+        env=child_environment(path),
     )
     assert process.stdin is not None
     process.stdin.write(dump_launch(WorkerLaunch(engine_id, 0, endpoint, config, factory)))
@@ -244,9 +245,9 @@ def spawn_worker(
 
 @contextlib.contextmanager
 def process_worker(
-    server: Server, config: EngineConfig, engine_id: int = 0, factory: str = FACTORY
+    server: Server, config: EngineConfig, engine_id: int = 0, factory: str = FACTORY, path: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
-    process = spawn_worker(server.socket.endpoint, config, engine_id, factory)
+    process = spawn_worker(server.socket.endpoint, config, engine_id, factory, path)
     try:
         yield process
     finally:

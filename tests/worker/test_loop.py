@@ -25,6 +25,11 @@ from twinjet.wire.messages import (
 from twinjet.wire.pages import pages_prefix
 
 
+@pytest.fixture(autouse=True)
+def frequent_stats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinjet.worker.loop.STATS_INTERVAL_S", 0.05)
+
+
 def random_prompt(rng: random.Random, most: int = 100) -> list[int]:
     return [rng.randrange(FAKE_VOCAB) for _ in range(rng.randint(1, most))]
 

@@ -9,9 +9,11 @@ import msgspec
 
 from twinjet.core.errors import ConfigError
 from twinjet.wire.launch import WorkerLaunch, load_launch
+from twinjet.worker.process import die_with_parent
 
 
 def main() -> int:
+    die_with_parent()
     # Ctrl-C in a terminal reaches the whole process group; the server decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from threading import Thread
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -21,23 +22,38 @@ def name_thread(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
-def end_with_parent(stop: Callable[[], None], exit_within_s: float) -> None:
-    """Have `stop` called when the launching process has died or closed our standard input, and see to it.
-
-    That is: exit by force if `stop` has not led to it after `exit_within_s`.
-    """
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when the thread that launched it has ended. To be called first."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
 
-    def watch() -> None:
-        name_thread("parent-watch")
-        # The kernel's signal tells of a parent that dies from now on, the pipe also of one that died before.
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+
+def stop_on_signal_or_orphaned(stop: Callable[[], None], orphan_exit_s: float) -> None:
+    """Have `stop` called at SIGTERM, and when the launching process has died or has closed our standard input.
+
+    If the launching process is gone, the exit is forced after `orphan_exit_s`. From the main thread.
+    """
+    parent = os.getppid()
+
+    def leave() -> None:
         stop()
-        time.sleep(exit_within_s)
+        time.sleep(orphan_exit_s)
         os._exit(1)
 
-    Thread(target=watch, name="parent-watch", daemon=True).start()
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        stop()
+        if os.getppid() != parent:
+            Thread(target=leave, name="orphan-exit", daemon=True).start()
+
+    def watch_input() -> None:
+        name_thread("parent-watch")
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        leave()
+
+    # The kernel's signal (`die_with_parent`) comes even if somebody else holds the pipe open; the pipe's end comes even
+    # if the parent died before that signal was asked for.
+    signal.signal(signal.SIGTERM, on_sigterm)
+    Thread(target=watch_input, name="parent-watch", daemon=True).start()
 
 
 def _prctl(option: int, argument: "ctypes.c_char_p | ctypes.c_ulong") -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +12,9 @@ from twinjet.engine.interface import SteppingEngine
 from twinjet.wire.launch import WorkerLaunch
 from twinjet.wire.sockets import EngineSocket
 from twinjet.worker.loop import WorkerLoop
-from twinjet.worker.process import SWITCH_INTERVAL_S, end_with_parent, name_thread
+from twinjet.worker.process import SWITCH_INTERVAL_S, name_thread, stop_on_signal_or_orphaned
 
-ORPHAN_EXIT_S = 0.8
+ORPHAN_EXIT_S = 0.5
 """A process whose parent has died is gone after this, finished or not."""
 
 
@@ -29,8 +28,7 @@ def run_worker(launch: WorkerLaunch) -> int:
     except TwinjetError as error:
         logging.getLogger(__name__).error("%s", error)
         return 1
-    signal.signal(signal.SIGTERM, lambda number, frame: loop.request_stop())
-    end_with_parent(loop.request_stop, ORPHAN_EXIT_S)
+    stop_on_signal_or_orphaned(loop.request_stop, ORPHAN_EXIT_S)
     exit_code = loop.run()
     socket.close()
     return exit_code
