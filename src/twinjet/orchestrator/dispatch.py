@@ -145,7 +145,6 @@ class Dispatcher:
             columns.append(message.logprobs)
         if len({len(column) for column in columns}) != 1:
             raise EngineFault(f"the columns of step {message.step_id} differ in length: {[len(c) for c in columns]}")
-        engine.step_error = ""
         logprobs = message.logprobs or [None] * len(message.token_ids)
         for sequence_id, token_id, finish, logprob in zip(*columns[:3], logprobs, strict=True):
             attempt = self._journal.attempt(sequence_id, engine.engine_id)
@@ -183,7 +182,6 @@ class Dispatcher:
         self._drop_attempt(attempt)
         if message.reason == "error":
             self.counters.sequence_errors += 1
-            engine.step_error = message.text or "no reason given"
             self._end(entry, "error", message.text or "the engine failed this request and gave no reason")
         else:
             # Nobody here asked for that, so it is as lost as with a dead engine.

@@ -1,6 +1,7 @@
 """How a child interpreter is started so that it finds the same code as this one."""
 
 import os
+import site
 import sys
 from collections.abc import Mapping
 
@@ -28,6 +29,10 @@ def worker_environment(base: Mapping[str, str], jax_platforms: str | None) -> di
 
 
 def _is_builtin(path: str) -> bool:
-    """Whether any child of the same interpreter has this entry anyway."""
+    """Whether any child of the same interpreter has this entry anyway: in PYTHONPATH it would go before the
+    standard library, and could hide parts of it."""
+    path = os.path.abspath(path)
+    if path in (site.getusersitepackages(), *site.getsitepackages()):
+        return True
     roots = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
-    return any(os.path.commonpath([root, os.path.abspath(path)]) == root for root in roots)
+    return any(os.path.commonpath([root, path]) == root for root in roots)

@@ -6,7 +6,7 @@ from twinjet.orchestrator.watchdog import Patience, Watchdog
 
 
 def judge(pool: EnginePool, watchdog: Watchdog, patience: Patience) -> Health:
-    """Red with no engine ready, one that does not move, or one whose last step failed."""
+    """Red while no engine is ready, or one of them has work and does not move."""
     ready = pool.ready()
     if not ready:
         states = [f"engine {e.engine_id} is {e.state} ({e.last_loss or e.progress})" for e in pool]
@@ -17,6 +17,4 @@ def judge(pool: EnginePool, watchdog: Watchdog, patience: Patience) -> Health:
             return Health(
                 False, f"engine {engine.engine_id} has work, but nothing has moved for {stalled_s:.0f} seconds"
             )
-        if engine.step_error:
-            return Health(False, f"the last step of engine {engine.engine_id} failed: {engine.step_error}")
     return Health(True, "ok")

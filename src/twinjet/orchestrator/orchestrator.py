@@ -8,15 +8,15 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from twinjet.core.config import EngineConfig
 from twinjet.core.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
-from twinjet.core.types import EngineInfo, Request, TokenEvent
+from twinjet.core.types import EngineInfo, Request
 from twinjet.orchestrator.admission import check_request
 from twinjet.orchestrator.dispatch import Dispatcher, EngineFault
-from twinjet.orchestrator.environment import worker_environment
+from twinjet.orchestrator.environment import worker_command, worker_environment
 from twinjet.orchestrator.health import judge
 from twinjet.orchestrator.interface import Health, OrchestratorStats
 from twinjet.orchestrator.journal import ReplayLimits
@@ -63,6 +63,7 @@ class Orchestrator:
         replay_limits: ReplayLimits | None = None,
         restart_policy: RestartPolicy | None = None,
         jax_platforms: str | None = "cpu",
+        command: Sequence[str] | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +72,7 @@ class Orchestrator:
             factory: `module:function` that makes an engine in its process.
             max_waiting: requests accepted beyond what all engines' slots hold; more are `Overloaded`.
             jax_platforms: what JAX may use in the engine processes; None leaves it to the environment and to JAX.
+            command: what starts an engine process; None: this interpreter with `twinjet.worker`.
 
         Raises: ConfigError.
         """
@@ -84,6 +86,7 @@ class Orchestrator:
         self._patience = patience or Patience()
         self._restart_policy = restart_policy or RestartPolicy()
         self._jax_platforms = jax_platforms
+        self._command = command or worker_command()
         self._pool = EnginePool(roles)
         self._dispatcher = Dispatcher(self._pool, self._send, replay_limits)
         self._watchdog = Watchdog(self._patience, self._dispatcher.has_work)
@@ -122,10 +125,12 @@ class Orchestrator:
         except BaseException:
             await self.stop()
             raise
-        self._on_progress = None
         infos = [engine.info for engine in self._pool if engine.info is not None]
         self._info = min(infos, key=lambda info: info.context)
-        self._phase = "serving"
+        self._on_progress = None
+        # A drain may have begun meanwhile.
+        if self._phase == "starting":
+            self._phase = "serving"
 
     async def drain(self, timeout_s: float) -> bool:
         if self._phase != "stopped":
@@ -148,7 +153,7 @@ class Orchestrator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for engine in self._pool:
-            if engine.listening and self._socket is not None:
+            if engine.ready and self._socket is not None:
                 self._socket.send(engine.engine_id, engine.incarnation, Shutdown())
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
         if self._socket is not None:
@@ -164,7 +169,7 @@ class Orchestrator:
             raise Overloaded("the engines are still starting; try again when /health is 200", retry_after_s=5.0)
         return self._info
 
-    def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
+    def submit(self, request: Request) -> TokenStream:
         check_request(request, self.info)
         if self._dispatcher.has(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running; ids must be unique")
@@ -229,8 +234,9 @@ class Orchestrator:
 
         return Supervisor(
             engine,
-            launch,
+            self._command,
             environment,
+            launch,
             self._restart_policy,
             on_lost=self._dispatcher.engine_lost,
             on_dead=self._engine_dead,
@@ -266,7 +272,9 @@ class Orchestrator:
                 reason = self._watchdog.tick(engine)
                 if reason is not None:
                     self._condemn(engine, engine.incarnation, reason)
-            self._outage_ticks = 0 if self._pool.ready() else self._outage_ticks + 1
+            # The first start has its own limits.
+            down = self._info is not None and not self._pool.ready()
+            self._outage_ticks = self._outage_ticks + 1 if down else 0
             if self._outage_s > self._patience.recovery_s:
                 self._dispatcher.end_pending(self._outage())
 
@@ -317,6 +325,7 @@ class Orchestrator:
                     self._on_progress(engine.engine_id, message.stage, message.done, message.total)
             case Ready():
                 self._supervisors[engine.engine_id].ready(message)
+                self._outage_ticks = 0
                 self._dispatcher.engine_ready()
             case Failed():
                 self._supervisors[engine.engine_id].failed(message)

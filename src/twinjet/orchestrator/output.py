@@ -5,6 +5,7 @@ reader is bounded by the request's `max_tokens`, and nobody else waits for it.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from twinjet.core.types import FinishReason, TokenEvent, TokenLogprobs
@@ -95,6 +96,7 @@ class TokenStream:
 
     def __del__(self) -> None:
         # `break` in an `async for` closes nothing; without this the engine would go on for nobody.
-        if not self._over and not self._loop.is_closed():
-            # Collection may happen on any thread.
-            self._loop.call_soon_threadsafe(self._abort)
+        if not self._over:
+            # Collection may happen on any thread, and after the loop has closed.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._abort)

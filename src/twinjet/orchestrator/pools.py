@@ -1,7 +1,7 @@
 """What is known about each engine: its state, limits, latest report, and whether it moves. Starts and sends nothing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from twinjet.core.types import EngineInfo
@@ -31,11 +31,9 @@ class Engine:
     """How far start-up is, for people."""
     last_loss: str = ""
     """Why it was last lost, for people."""
-    step_error: str = ""
-    """What its last failed step said; empty once it has given tokens again."""
-    silent_ticks: int = field(default=0)
+    silent_ticks: int = 0
     """Ticks of the watchdog since its last message."""
-    idle_ticks: int = field(default=0)
+    idle_ticks: int = 0
     """Ticks since anything moved while it had work. Ticks, not seconds: when this process itself was
     suspended or busy, a clock would blame the engines."""
 
@@ -49,7 +47,6 @@ class Engine:
         self.listening = True
         self.silent_ticks = self.idle_ticks = 0
         self.stats = None
-        self.step_error = ""
 
     def become_ready(self, ready: Ready) -> None:
         self.state = "ready"

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twinjet.core.errors import CheckpointError, ConfigError, EngineDead, TwinjetError
-from twinjet.orchestrator.environment import worker_command
 from twinjet.orchestrator.pools import Engine
 from twinjet.wire.launch import WorkerLaunch, dump_launch
 from twinjet.wire.messages import Failed, Ready
@@ -50,8 +49,9 @@ class Supervisor:
     def __init__(
         self,
         engine: Engine,
-        launch: Callable[[int], WorkerLaunch],
+        command: Sequence[str],
         environment: dict[str, str],
+        launch: Callable[[int], WorkerLaunch],
         policy: RestartPolicy,
         *,
         on_lost: Callable[[Engine, str], None],
@@ -60,14 +60,16 @@ class Supervisor:
     ) -> None:
         """
         Args:
+            command: starts a process that reads orders on its standard input, as `wire.launch` says.
             launch: start-up orders for an incarnation.
             on_lost: called once for each lost incarnation, at once, with the reason.
             on_dead: called when the engine is given up for good.
             sweep: removes what an ended incarnation has left in shared memory.
         """
         self.engine = engine
-        self._launch = launch
+        self._command = tuple(command)
         self._environment = environment
+        self._launch = launch
         self._policy = policy
         self._on_lost = on_lost
         self._on_dead = on_dead
@@ -112,21 +114,24 @@ class Supervisor:
             _signal(self._process, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End the process: by now it was asked to; then it is told to; then it is made to."""
+        """End the process: a ready one was asked to by now; then it is told to; then it is made to."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        was_ready = self.engine.ready
         self.engine.state = "dead"
         self.engine.listening = False
-        # What nobody has waited for must not be reported as forgotten.
-        if not self._first_start.cancel() and not self._first_start.cancelled():
+        if not self._first_start.done():
+            self._first_start.set_exception(EngineDead(f"engine {self.engine.engine_id} was stopped while starting"))
+        if not self._first_start.cancelled():
+            # Looked at here, for where nobody waits for it any more.
             self._first_start.exception()
         process, self._process = self._process, None
         if process is None:
             return
         for timeout_s, number in (
-            (self._policy.shutdown_s, signal.SIGTERM),
+            (self._policy.shutdown_s if was_ready else 0.0, signal.SIGTERM),
             (self._policy.terminate_s, signal.SIGKILL),
         ):
             try:
@@ -181,14 +186,14 @@ class Supervisor:
         self._said_failed.clear()
         try:
             process = await asyncio.create_subprocess_exec(
-                *worker_command(),
+                *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=2,  # Standard output is this process's own, and may be a report.
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C is for this process to hear, and to drain first.
             )
         except OSError as error:
-            engine.last_loss = f"cannot start {worker_command()[0]}: {error}"
+            engine.last_loss = f"cannot start {self._command[0]}: {error}"
             return
         self._process = process
         engine.begin(process.pid)
