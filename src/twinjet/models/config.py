@@ -3,23 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding.
-
-    Angle of pair i at position p: p / scale / theta**(2 i / dims) / factors[i].
-    """
-
-    theta: float
-    dims: int
-    """Leading dimensions of each head that are rotated; even."""
-    pairing: Literal["adjacent", "halves"]
-    """Which dimensions form a pair: (2i, 2i + 1), or (i, i + dims / 2)."""
-    scale: float = 1.0
-    """Linear position scaling: positions are divided by it."""
-    factors: tuple[float, ...] | None = None
-    """Frequency factors, one for each pair (`rope_freqs.weight`)."""
+from twinjet.core.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +35,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     query_scale: float | None = None
     """Multiplies the dot products; None: head_dim ** -0.5."""
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplies the dot products of queries and keys."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def is_windowed(self, layer: int) -> bool:
         return self.sliding_window is not None and self.window_period > 0 and (layer + 1) % self.window_period != 0

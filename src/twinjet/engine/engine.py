@@ -1,0 +1,187 @@
+"""The engine: device state, step programs, and the one verb that runs a plan. Knows no queues and no requests."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from twinjet.checkpoints.gguf import read_checkpoint
+from twinjet.core.config import EngineConfig
+from twinjet.core.errors import CheckpointError
+from twinjet.core.plan import Plan, StepOutput
+from twinjet.engine.buckets import bucket_for, choose_buckets
+from twinjet.engine.compiles import CompileCounter
+from twinjet.engine.kv_cache import (
+    MOVE_TOKENS,
+    NOWHERE,
+    create_cache,
+    export_range,
+    gather_pages,
+    import_range,
+    scatter_pages,
+)
+from twinjet.engine.packing import StepPacker
+from twinjet.models.config import ModelConfig
+from twinjet.models.registry import forward_of, load_params
+from twinjet.ops.attention import PIECE_TOKENS
+from twinjet.ops.batch import StepLayout
+from twinjet.ops.ops import Ops
+from twinjet.ops.params import KVCache, Params
+from twinjet.ops.reference import ReferenceOps
+
+
+def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
+    """An engine with the model's weights on the device, not yet warm.
+
+    Raises: CheckpointError.
+    """
+    if config.cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", config.cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    checkpoint = read_checkpoint(config.model_path)
+    ops = ReferenceOps(config.cache.page_size)
+    params = load_params(
+        ops, checkpoint.config, checkpoint.tensors, lambda done, total: on_progress("load", done, total)
+    )
+    return Engine(config, checkpoint.config, ops, params)
+
+
+class Engine:
+    """One model on one device (or mesh). All methods are called from one thread."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, ops: Ops, params: Params) -> None:
+        limits, cache = config.scheduler, config.cache
+        if limits.context > model.context_length:
+            raise CheckpointError(
+                f"the model was trained for a context of {model.context_length} tokens, got --context {limits.context}"
+            )
+        self._ops = ops
+        self._params = params
+        self._page_size = cache.page_size
+        self._cache = create_cache(model, cache)
+        self._last_token = jnp.zeros(limits.max_streams, jnp.int32)
+        self._buckets = choose_buckets(limits.token_budget)
+        pages_per_piece = PIECE_TOKENS // cache.page_size
+        pages = -(-limits.context // cache.page_size)
+        table_width = -(-pages // pages_per_piece) * pages_per_piece
+        self._layouts = {rows: StepLayout(rows, limits.max_streams, table_width) for rows in self._buckets}
+        self._packer = StepPacker(limits.max_streams, table_width, self._layouts)
+        self._programs = {
+            rows: jax.jit(partial(run_step, ops, model, layout), donate_argnums=(1, 2))
+            for rows, layout in self._layouts.items()
+        }
+        self._model = model
+        self._compiles = CompileCounter()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def backend(self) -> str:
+        return f"{self._ops.name} ({jax.default_backend()})"
+
+    @property
+    def compiles_total(self) -> int:
+        return self._compiles.count
+
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
+        """Run every program once, on padding alone, which changes nothing."""
+        total = len(self._buckets) + 1
+        for done, rows in enumerate(self._buckets):
+            on_progress(done, total)
+            self._run(self._packer.pack(Plan(step_id=-1), rows), rows)
+        on_progress(total - 1, total)
+        nowhere = np.full(MOVE_TOKENS, NOWHERE, np.int32)
+        kv = np.asarray(gather_pages(self._cache, nowhere))
+        self._cache = scatter_pages(self._cache, nowhere, kv)
+        jax.block_until_ready(self._cache)
+        on_progress(total, total)
+        self._compiles.reset()
+
+    def step(self, plan: Plan) -> StepOutput:
+        """Run one plan to its end. A step that raises leaves the engine unusable: its state was donated."""
+        started_s = time.monotonic()
+        self._packer.grant(plan.grants)
+        for move in plan.imports:
+            self._cache = import_range(self._cache, move.page_ids, move.start, move.kv, self._page_size)
+        num_rows = plan.num_rows
+        result, padding = None, 0
+        if num_rows:
+            bucket = bucket_for(num_rows, self._buckets)
+            padding = bucket - num_rows
+            result = self._run(self._packer.pack(plan, bucket), bucket)
+        exports = tuple(
+            export_range(self._cache, move.page_ids, move.start, move.stop, self._page_size) for move in plan.exports
+        )
+        return _output(plan, result, exports, started_s, time.monotonic(), padding)
+
+    def _run(self, packed: np.ndarray, bucket: int) -> np.ndarray:
+        """[S, 2 + 2 n] int32 of the bucket's samples, on the host."""
+        self._cache, self._last_token, result = self._programs[bucket](
+            self._params, self._cache, self._last_token, packed
+        )
+        return np.asarray(result)
+
+
+def run_step(
+    ops: Ops,
+    model: ModelConfig,
+    layout: StepLayout,
+    params: Params,
+    cache: KVCache,
+    last_token: jax.Array,
+    packed: jax.Array,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """One forward pass over all rows and the choice of tokens.
+
+    Cache and last tokens [B] are consumed. The result packs, for each sample, the token, its
+    log-probability and the most likely ids and theirs: [S, 2 + 2 n] int32, floats as their bits.
+    """
+    batch = layout.unpack(packed, last_token)
+    logits, cache = forward_of(model)(ops, model, params, cache, batch)
+    sampled = ops.sample(logits, batch)
+    live = jnp.arange(layout.max_samples) < batch.samples.count
+    slot = jnp.where(live, batch.samples.slot, layout.num_slots)
+    last_token = last_token.at[slot].set(sampled.token_ids, mode="drop")
+    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    columns = [sampled.token_ids[:, None], bits(sampled.logprobs)[:, None], sampled.top_ids, bits(sampled.top_logprobs)]
+    return cache, last_token, jnp.concatenate(columns, axis=1)
+
+
+def _output(
+    plan: Plan,
+    result: np.ndarray | None,
+    exports: tuple[np.ndarray, ...],
+    started_s: float,
+    ended_s: float,
+    num_padding_rows: int,
+) -> StepOutput:
+    sampling = [work for work in plan.work if work.samples]
+    if result is None or not sampling:
+        return StepOutput(
+            plan.step_id,
+            np.empty(0, np.int32),
+            exports=exports,
+            started_s=started_s,
+            ended_s=ended_s,
+            num_padding_rows=num_padding_rows,
+        )
+    result = result[: len(sampling)]
+    asked = any(work.num_logprobs is not None for work in sampling)
+    n = (result.shape[1] - 2) // 2
+    return StepOutput(
+        plan.step_id,
+        result[:, 0],
+        logprobs=np.ascontiguousarray(result[:, 1]).view(np.float32) if asked else None,
+        top_ids=result[:, 2 : 2 + n] if asked else None,
+        top_logprobs=np.ascontiguousarray(result[:, 2 + n :]).view(np.float32) if asked else None,
+        exports=exports,
+        started_s=started_s,
+        ended_s=ended_s,
+        num_padding_rows=num_padding_rows,
+    )

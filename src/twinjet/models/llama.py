@@ -1,0 +1,30 @@
+"""Llama: RMSNorm, rotary attention with grouped keys, gated SiLU MLP (Touvron et al., 2023)."""
+
+from jaxtyping import Array, Float
+
+from twinjet.models.config import ModelConfig
+from twinjet.ops.batch import Batch
+from twinjet.ops.ops import Ops
+from twinjet.ops.params import KVCache, Layer, Params
+from twinjet.ops.specs import AttendSpec, EmbedSpec, HeadSpec, MLPSpec, ProjectSpec, QKVSpec
+
+
+def forward(
+    ops: Ops, config: ModelConfig, params: Params, cache: KVCache, batch: Batch
+) -> tuple[Float[Array, "S V"], KVCache]:
+    """Logits of the rows that sample; the cache is consumed and returned with all rows' KV in it."""
+    heads, layers = (config.num_heads, config.num_kv_heads, config.head_dim), config.num_layers
+    qkv = QKVSpec(*heads, config.norm_eps, (config.rope,) * layers)
+    attend = AttendSpec(*heads, config.attention_scale, (None,) * layers)
+    project = ProjectSpec(config.norm_eps)
+    mlp = MLPSpec(config.activation, config.norm_eps)
+
+    def block(layer: Layer, x: Float[Array, "T D"], cache: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
+        q, cache = ops.qkv(layer, x, cache, batch, qkv)
+        attended = ops.attend(layer, q, cache, batch, attend)
+        x = ops.project_add(layer, attended, x, project)
+        return ops.mlp_add(layer, x, mlp), cache
+
+    x = ops.embed(params, batch, EmbedSpec(config.embedding_scale))
+    x, cache = ops.run_layers(block, params, x, cache)
+    return ops.head(params, x, batch, HeadSpec(config.norm_eps)), cache

@@ -1,0 +1,77 @@
+"""Weights and KV state as pytrees, for backends that keep plain arrays."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+class WeightTensor(Protocol):
+    """A tensor of a checkpoint, still quantised."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def dequantize(self) -> np.ndarray:
+        """float32 array of `shape`."""
+        ...
+
+
+RawLayer = Mapping[str, Sequence[WeightTensor]]
+"""Part -> tensors to be stacked along the output axis.
+
+Parts: attn_norm, qkv, q_norm, k_norm, out, out_post_norm, mlp_norm, gate_up, down, mlp_post_norm.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Params:
+    """All weights of a model. Matrices are [out, in], as checkpoints store them."""
+
+    embedding: Float[Array, "V D"]
+    layers: dict[str, Array]
+    """Part -> all layers' weights, stacked: [L, ...]."""
+    final_norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | None
+    """None: tied, the embedding is the head."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The paged pool: token i of page p at row p * G + i. Keys after RoPE.
+
+    Never holds anything but finite numbers, also where nothing was written yet: what a mask hides is
+    still multiplied by zero.
+    """
+
+    keys: Float[Array, "L P*G K H"]
+    values: Float[Array, "L P*G K H"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights, and which layer it is."""
+
+    index: int | Int[Array, ""]
+    """Traced where layers are scanned."""
+    weights: dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What `sample` chose, one entry for each entry of the batch's samples."""
+
+    token_ids: Int[Array, " S"]
+    logprobs: Float[Array, " S"]
+    """Zero unless log-probabilities were asked for; likewise below."""
+    top_ids: Int[Array, "S n"]
+    top_logprobs: Float[Array, "S n"]
