@@ -30,7 +30,7 @@ class Metadata:
         value = self.optional_integer(key)
         if value is None:
             if default is None:
-                raise CheckpointError(f"{self._path} lacks the key {key}")
+                raise self._missing(key)
             return default
         if not minimum <= value <= maximum:
             raise CheckpointError(f"{self._path}: {key} is {value}, expected {minimum} to {maximum}")
@@ -51,7 +51,7 @@ class Metadata:
         """A finite float of any width, or an integer."""
         if key not in self._fields:
             if default is None:
-                raise CheckpointError(f"{self._path} lacks the key {key}")
+                raise self._missing(key)
             return default
         values = self._values(key)
         if values.dtype.kind not in "fiu" or len(values) != 1:
@@ -74,7 +74,7 @@ class Metadata:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self._path} lacks the key {key}")
+            raise self._missing(key)
         return value
 
     def optional_text(self, key: str) -> str | None:
@@ -92,7 +92,7 @@ class Metadata:
     def length(self, key: str) -> int:
         """Number of elements of an array."""
         if not self.is_array(key):
-            raise self._wrong_type(key, "an array") if key in self else CheckpointError(f"{self._path} lacks {key}")
+            raise self._wrong_type(key, "an array") if key in self else self._missing(key)
         return int(self._fields[key].parts[-2][0])
 
     def numbers(self, key: str) -> np.ndarray:
@@ -120,6 +120,9 @@ class Metadata:
         if GGUFValueType.STRING in field.types:
             raise self._wrong_type(key, "numbers")
         return field.parts[-1]
+
+    def _missing(self, key: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} lacks the key {key}")
 
     def _wrong_type(self, key: str, expected: str) -> CheckpointError:
         found = " of ".join(kind.name for kind in self._fields[key].types)

@@ -32,7 +32,7 @@ class TensorPlace:
     shape: tuple[int, ...]
     """Numpy order: the dimension whose elements lie side by side comes last."""
     quant: str
-    """Name of the GGML type, or "type 77" for one that nobody here knows."""
+    """Name of the GGML type, or the number of one that nobody here knows."""
     offset_bytes: int
     size_bytes: int | None
     """None: the type is unknown."""
@@ -111,7 +111,7 @@ class _BoundedReader(GGUFReader):
         self, orig_offs: int, raw_type: int
     ) -> tuple[int, list[np.ndarray], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
+            return super()._get_field_parts(orig_offs, int(raw_type))
         item_type = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         length = int(self._get(orig_offs + 4, np.uint64)[0])
         start = orig_offs + 12
@@ -155,7 +155,7 @@ class _BoundedReader(GGUFReader):
         try:
             kind = GGMLQuantizationType(raw_type)
         except ValueError:
-            quant, size_bytes = f"type {raw_type}", None
+            quant, size_bytes = str(raw_type), None
         else:
             block_size, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % block_size:
