@@ -185,7 +185,7 @@ class FakeOrchestrator:
     def abort(self, request_id: str) -> None:
         if request_id in self.running:
             self.aborted.append(request_id)
-            self.running[request_id].set()
+            self.running.pop(request_id).set()
 
     async def drain(self, timeout_s: float) -> bool:
         self.draining = True

@@ -90,6 +90,7 @@ def _explain_malformed(text: str, body: bytes, inside: str) -> InvalidRequest:
     if _SURROGATE.search(body):
         hint = "; a string has a surrogate escape such as \\ud800 without its other half"
     where = f"`{inside}`" if inside else "the body"
+    text = text.removeprefix("JSON is malformed: ")
     return InvalidRequest(f"{where} is not valid JSON: {text[:1].lower()}{text[1:]}{hint}", inside or None)
 
 

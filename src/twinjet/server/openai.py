@@ -216,7 +216,7 @@ class ChatReply(Reply):
     def _chunk_choice(self, choice: Choice, delta: Delta, first: bool) -> ChatChunkChoice:
         return ChatChunkChoice(
             choice.index,
-            MessageDelta(delta.text, "assistant" if first else None),
+            MessageDelta(role="assistant" if first else UNSET, content=delta.text),
             self._logprobs(delta),
             delta.finish_reason,
             self._if_asked(delta.token_ids),

@@ -123,11 +123,11 @@ class ChatCompletion(Struct):
     prompt_token_ids: TokenIds = UNSET
 
 
-class MessageDelta(Struct, omit_defaults=True):
-    """`choices[].delta`."""
+class MessageDelta(Struct, kw_only=True):
+    """`choices[].delta`; the role comes with a choice's first chunk."""
 
+    role: Literal["assistant"] | UnsetType = UNSET
     content: str
-    role: Literal["assistant"] | None = None
 
 
 class ChatChunkChoice(Struct):

@@ -1,0 +1,138 @@
+"""The routes that do not generate: health, metrics, models before the start, tokenize, detokenize."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.fakes import BOS, CONTEXT, EOS, FakeOrchestrator
+from tests.server.live import LiveServer, live_server
+
+
+def test_index(server: LiveServer):
+    answer = httpx.get(server.url + "/").json()
+    assert answer["model"] == "fake"
+    for path in answer["routes"]:
+        assert httpx.get(server.url + path).status_code in (200, 405)
+
+
+def test_before_the_engines_are_ready():
+    orchestrator = FakeOrchestrator()
+    orchestrator.started = False
+    with live_server(orchestrator) as server:
+        health = httpx.get(server.url + "/health")
+        assert (health.status_code, health.json()["reason"]) == (503, "starting")
+        for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
+            answer = httpx.post(server.url + "/v1/completions", json=body)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "2"
+            assert answer.json()["error"]["code"] == "unavailable"
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"] is None
+        assert httpx.post(server.url + "/tokenize", json={"prompt": "a"}).json()["max_model_len"] is None
+        assert "twinjet_healthy 0.0" in httpx.get(server.url + "/metrics").text
+
+        orchestrator.started = True
+        assert httpx.get(server.url + "/health").json() == {"status": "ok", "reason": "ok"}
+        assert httpx.post(server.url + "/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("base", ["", "/v1"])
+def test_tokenize_and_back(server: LiveServer, base: str):
+    answer = httpx.post(f"{server.url}{base}/tokenize", json={"prompt": "a</s>é"}).json()
+    assert answer == {
+        "count": 5,
+        "max_model_len": CONTEXT,
+        "tokens": [BOS, 97, EOS, 0xC3, 0xA9],
+        "token_strs": None,
+    }
+    plain = httpx.post(
+        f"{server.url}{base}/tokenize",
+        json={"prompt": "ab", "add_special_tokens": False, "return_token_strs": True, "model": "fake"},
+    ).json()
+    assert (plain["tokens"], plain["token_strs"]) == ([97, 98], ["a", "b"])
+    back = httpx.post(f"{server.url}{base}/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": "<s>a</s>é"}
+
+
+def test_tokenize_a_chat(server: LiveServer):
+    chat = [{"role": "user", "content": "a"}]
+    with_head = httpx.post(server.url + "/tokenize", json={"messages": chat}).json()
+    without = httpx.post(server.url + "/tokenize", json={"messages": chat, "add_generation_prompt": False}).json()
+    assert bytes(with_head["tokens"][1:7]) == b"user:a"
+    assert with_head["tokens"][: without["count"]] == without["tokens"]
+    assert bytes(with_head["tokens"][without["count"] + 1 :]) == b"assistant:"
+    # What is counted is what generating takes.
+    answer = httpx.post(server.url + "/v1/chat/completions", json={"messages": chat, "return_token_ids": True}).json()
+    assert answer["prompt_token_ids"] == with_head["tokens"]
+    assert answer["choices"][0]["token_ids"][-1] == EOS
+
+
+def test_tokenize_nothing(server: LiveServer):
+    assert httpx.post(server.url + "/tokenize", json={"prompt": ""}).json()["tokens"] == [BOS]
+    assert httpx.post(server.url + "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_long_texts_and_lists(server: LiveServer):
+    text = "ab" * 20_000
+    tokens = httpx.post(server.url + "/tokenize", json={"prompt": text}, timeout=30).json()["tokens"]
+    assert bytes(tokens[1:]).decode() == text
+    assert httpx.post(server.url + "/detokenize", json={"tokens": tokens[1:]}).json() == {"prompt": text}
+
+
+def samples(url: str) -> dict[str, float]:
+    families = text_string_to_metric_families(httpx.get(url + "/metrics").text)
+    return {
+        sample.name + "".join(f"|{v}" for _, v in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics():
+    orchestrator = FakeOrchestrator()
+    orchestrator.step_s = 0.01
+    with live_server(orchestrator) as server:
+        before = samples(server.url)
+        assert before["twinjet_generation_tokens_total"] == 0
+        post = httpx.post
+        post(server.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2})
+        post(server.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 50, "stream": True, "stop": "o"})
+        post(server.url + "/v1/completions", json={"prompt": ""})
+        post(server.url + "/v1/nothing")
+        orchestrator.fail_at = 1
+        post(server.url + "/v1/completions", json={"prompt": "abc", "stream": True})
+        after = samples(server.url)
+    expected = {
+        "prompt_tokens_total": 12,
+        "generation_tokens_total": 2 * 5 + 4 + 1,
+        "request_success_total|length": 2,
+        "request_success_total|stop": 1,
+        "request_success_total|error": 1,
+        "request_success_total|cancelled": 0,
+        "http_errors_total|400": 1,
+        "http_errors_total|404": 1,
+        "http_errors_total|500": 1,
+        "time_to_first_token_seconds_count": 4,
+        "inter_token_latency_seconds_count": 2 * 4 + 3,
+        "e2e_request_latency_seconds_count": 4,
+        "num_requests_running": 0,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc|0": 0.25,
+        "padding_tokens_total|0": 17,
+        "wasted_rows_total|0": 19,
+        "preemptions_total|0": 23,
+        "compiles_total|0": 0,
+        "engine_restarts_total|0": 3,
+        "engine_ready|0|both": 1,
+        "replays_total": 29,
+        "transfers_total": 31,
+        "transfer_bytes_total": 37,
+        "stale_messages_total": 41,
+        "healthy": 1,
+    }
+    assert {name: after[f"twinjet_{name}"] for name in expected} == expected
+    # A step takes 10 ms, so no gap is under that, and none of these requests takes a second.
+    assert after["twinjet_inter_token_latency_seconds_bucket|0.005"] == 0
+    assert after["twinjet_inter_token_latency_seconds_bucket|1.0"] == after["twinjet_inter_token_latency_seconds_count"]
+    assert after["twinjet_inter_token_latency_seconds_bucket|+Inf"] == 11
+    assert after["twinjet_inter_token_latency_seconds_sum"] >= 11 * 0.009
+    assert all(name.startswith("twinjet_") for name in after)
