@@ -248,6 +248,21 @@ def test_the_exporter_dies_before_the_import():
     assert simulation.dispatcher.counters.replays == 0
 
 
+def test_both_sides_die_before_the_import_and_all_is_done_again():
+    simulation, entry = handed_over()
+    simulation.kill(0)
+    simulation.kill(1)
+    simulation.revive(1)
+    simulation.kill(1)
+    simulation.revive(0)
+    simulation.revive(1)
+    (submit,) = simulation.engines[0].sequences.values()
+    assert submit.pages == []
+    for _ in range(4):
+        simulation.step(0)
+    assert drain(entry) == (expected_tokens(PROMPT, 5), "length", None)
+
+
 def test_the_importer_dies_before_the_import_and_nobody_else_decodes():
     simulation, entry = handed_over()
     simulation.kill(1)
@@ -336,6 +351,33 @@ def test_poison_is_given_up_and_its_neighbours_are_not(roles, place):
         else:
             assert (tokens, reason) == (expected_tokens(prompts[i], 3), "length")
     assert simulation.dispatcher.counters.given_up == 1
+
+
+def test_a_suspect_runs_only_beside_what_has_proven_itself():
+    simulation = Simulation(("both", "both"))
+    suspect = simulation.dispatcher.submit(request("suspect", (9,)))
+    simulation.dispatcher.submit(request("proven", (1, 1)))
+    simulation.kill(0)
+    simulation.revive(0)
+    simulation.dispatcher.submit(request("new", (2,)))
+    proven = next(s for s, submit in simulation.engines[1].sequences.items() if known_tokens(submit) == [1, 1])
+    simulation.step(1, [proven])
+    simulation.kill(1)
+
+    def prompts(engine_id: int) -> list[int]:
+        return [known_tokens(submit)[0] for submit in simulation.engines[engine_id].sequences.values()]
+
+    assert suspect.is_suspect(ReplayLimits())
+    assert prompts(0) == [2], "what has just come may be to blame for the next death"
+    simulation.step(0)
+    assert prompts(0) == [2, 9], "the suspect's turn; nobody else's until it has given a token"
+    simulation.revive(1)
+    assert prompts(1) == [1]
+    simulation.dispatcher.submit(request("later", (3,)))
+    assert prompts(0) == [2, 9]
+    simulation.step(0)
+    simulation.dispatcher.submit(request("last", (4,)))
+    assert prompts(0) == [2, 9, 4]
 
 
 def test_engines_killed_from_outside_again_and_again_cost_no_request():

@@ -115,7 +115,7 @@ class Dispatcher:
                 entry.held = None
         attempts = list(self._journal.attempts_on(engine.engine_id))
         for attempt in self._started(engine, attempts):
-            attempt.entry.fruitless = 0 if attempt.proven else attempt.entry.fruitless + 1
+            attempt.entry.fruitless += 1
         replayed: dict[Entry, None] = {}
         for attempt in attempts:
             self._drop_attempt(attempt)
