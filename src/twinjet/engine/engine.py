@@ -86,6 +86,10 @@ class Engine:
         return f"{self._ops.name} ({jax.default_backend()})"
 
     @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return self._model.num_layers, self._model.num_kv_heads, self._model.head_dim
+
+    @property
     def compiles_total(self) -> int:
         return self._compiles.count
 
