@@ -4,7 +4,7 @@ Both run outside Python with the GIL released, in time about linear in the text,
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 import tokenizers
@@ -107,21 +107,25 @@ class ScoreEncoder:
 
 def _model_proto(vocab: VocabSpec) -> bytes:
     """The vocabulary in SentencePiece's own file format (sentencepiece_model.proto)."""
-    types = sentencepiece_model_pb2.ModelProto.SentencePiece
-    # Control and user-defined tokens are found before, in the text as it is; here nothing may turn into one.
-    kinds = {TokenType.NORMAL: types.NORMAL, TokenType.BYTE: types.BYTE, TokenType.UNUSED: types.UNUSED}
-    unknown_id = vocab.unknown_id
-    if unknown_id is None:
+    if vocab.unknown_id is None:
         raise CheckpointError("the vocabulary names no unknown token (tokenizer.ggml.unknown_token_id)")
-    proto = sentencepiece_model_pb2.ModelProto()
+    format: Any = sentencepiece_model_pb2  # its classes are made at run time
+    kinds = format.ModelProto.SentencePiece
+    # Control and user-defined tokens are found before, in the text as it is; here nothing may turn into one.
+    kind_of: dict[int, int] = {
+        TokenType.NORMAL: kinds.NORMAL,
+        TokenType.BYTE: kinds.BYTE,
+        TokenType.UNUSED: kinds.UNUSED,
+    }
+    proto = format.ModelProto()
     for text, score, token_type in zip(vocab.tokens, vocab.scores, vocab.token_types, strict=True):
-        proto.pieces.add(piece=text, score=score, type=kinds.get(token_type, types.CONTROL))
-    proto.pieces[unknown_id].type = types.UNKNOWN
+        proto.pieces.add(piece=text, score=score, type=kind_of.get(token_type, kinds.CONTROL))
+    proto.pieces[vocab.unknown_id].type = kinds.UNKNOWN
     trainer = proto.trainer_spec
-    trainer.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    trainer.model_type = format.TrainerSpec.BPE
     trainer.byte_fallback = vocab.token_types.count(TokenType.BYTE) == 256
-    trainer.unk_id = unknown_id
-    trainer.unk_piece = vocab.tokens[unknown_id]
+    trainer.unk_id = vocab.unknown_id
+    trainer.unk_piece = vocab.tokens[vocab.unknown_id]
     trainer.bos_id = trainer.eos_id = trainer.pad_id = -1
     normalizer = proto.normalizer_spec
     normalizer.name = "identity"

@@ -109,7 +109,7 @@ def _table() -> dict[str, PreTokenizer]:
                     r"[\r\n]",
                     rf"\s?[{_DEEPSEEK_LLM_LETTERS}]+",
                     r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
-                    # The look-behind changes no match: it spares a retry at every space of a run that ends in no line end.
+                    # The look-behind changes no match; without it, a run of spaces before a digit takes quadratic time.
                     r"(?<!\s)\s+$",
                     r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+",
                     r"\p{N}+",

@@ -1,0 +1,136 @@
+"""Renders a chat with the template that came with the model, in a sandbox.
+
+Offers what templates written for Hugging Face's `apply_chat_template` expect: block trimming, `break` and `continue`,
+`raise_exception`, `strftime_now`, a `tojson` that leaves text as it is, and `{% generation %}`, which only matters in
+training. The template comes with a model file, so it is kept from touching Python objects and from the simplest ways
+to eat memory. It is not a jail: one that loops for long by design blocks the thread that renders it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from twinjet.core.errors import CheckpointError, InvalidRequest
+from twinjet.core.vocab import VocabSpec
+from twinjet.text.tokenizer import Tokenizer
+
+MAX_RENDERED_CHARACTERS = 64 << 20
+"""Far more than any context holds, little enough to stop a template that never ends its output."""
+
+_MAX_REPEATED_ITEMS = 1 << 20
+_MAX_EXPONENT = 64
+
+
+class ChatTemplate:
+    """A compiled template. Any thread may use it."""
+
+    def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
+        """Raises `CheckpointError` if `source` is not a template."""
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the model's chat template does not compile: {error.message} (line {error.lineno})"
+            ) from error
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            raise CheckpointError(f"the model's chat template does not compile: {error}") from error
+        self._bos_text = bos_text
+        self._eos_text = eos_text
+
+    @classmethod
+    def from_vocab(cls, vocab: VocabSpec, tokenizer: Tokenizer) -> "ChatTemplate | None":
+        """The template in the model's file; None if there is none."""
+        if not vocab.chat_template:
+            return None
+        bos_text = "" if vocab.bos_id is None else tokenizer.token_text(vocab.bos_id)
+        eos_text = "" if vocab.eos_id is None else tokenizer.token_text(vocab.eos_id)
+        return cls(vocab.chat_template, bos_text, eos_text)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The text of a chat. `kwargs` reach the template as they are (`tools`, `documents`, a model's own switches).
+
+        Raises `InvalidRequest` with the template's own words if it refuses the messages, or cannot handle them.
+        """
+        variables = {
+            "tools": None,
+            "documents": None,
+            "bos_token": self._bos_text,
+            "eos_token": self._eos_text,
+            **kwargs,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate(variables):
+                size += len(part)
+                if size > MAX_RENDERED_CHARACTERS:
+                    _raise_exception(f"its output is longer than {MAX_RENDERED_CHARACTERS} characters")
+                parts.append(part)
+        except Exception as error:  # a template can run into any error of Python
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages: {error}", "messages"
+            ) from error
+        return "".join(parts)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Also bounds `*` and `**`, which make much out of little. (`range` is bounded by the sandbox itself.)"""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(right, int) and abs(right) > _MAX_EXPONENT:
+            raise jinja2.exceptions.SecurityError(f"exponent {right} is over {_MAX_EXPONENT}")
+        if operator == "*":
+            for items, count in ((left, right), (right, left)):
+                if not (isinstance(items, str | list | tuple) and isinstance(count, int)):
+                    continue
+                if len(items) * count > _MAX_REPEATED_ITEMS:
+                    raise jinja2.exceptions.SecurityError(f"{count} repetitions make too long a sequence")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationExtension(Extension):
+    """`{% generation %}...{% endgeneration %}`: marks what an assistant wrote, and renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, >, & and ', which a model has never seen in training.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
