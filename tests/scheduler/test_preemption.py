@@ -95,6 +95,15 @@ def test_nothing_new_is_admitted_while_a_preempted_one_waits() -> None:
     rig.check_tokens()
 
 
+def test_preempted_sequences_come_back_in_order_though_the_later_would_fit() -> None:
+    rig = Rig(max_streams=4, context=64, page_size=4, num_pages=16, token_budget=64)
+    rig.add(spec(1, prompt(8, 1), 56), spec(2, prompt(30, 2), 34), spec(3, prompt(4, 3), 10))
+    rig.run()
+    order = [w.sequence_id for plan in rig.plans for w in plan.work if w.start == 0]
+    assert order == [1, 2, 3, 2, 3]
+    rig.check_tokens()
+
+
 def test_preempted_amid_its_prompt() -> None:
     rig = Rig(max_streams=4, context=32, page_size=4, num_pages=9, token_budget=4)
     rig.add(spec(1, prompt(4, 1), 28), spec(2, prompt(24, 2), 2))
@@ -116,9 +125,9 @@ def test_imported_sequence_recomputes_everything() -> None:
 
 def test_admission_leaves_room_for_those_that_run() -> None:
     rig = Rig(max_streams=4, context=32, page_size=4, num_pages=8, token_budget=32)
-    rig.add(spec(1, prompt(16, 1), 4))
+    rig.add(spec(1, prompt(15, 1), 4))
     rig.plan()  # 4 pages
-    rig.add(spec(2, prompt(16, 2), 4))  # the other 4 would fit, but sequence 1 needs one soon
+    rig.add(spec(2, prompt(16, 2), 4))  # the other 4 would do, but sequence 1 needs one soon
     assert len(rig.plan().work) == 1
     rig.run()
     assert rig.scheduler.stats().preemptions_total == 0

@@ -332,6 +332,7 @@ class TestExport:
     def test_stop_token_or_single_token_ends_without_export(self) -> None:
         rig = Rig()
         rig.add(spec(1, (1, 2, 3), 7, export=True, stop=(next_token((1, 2, 3)),)), spec(2, (1, 2), 1, export=True))
+        assert [export.sequence_id for export in rig.plan().exports] == [1]  # 1 may go on; 2 cannot
         rig.run()
         assert rig.finish == {1: "stop", 2: "length"}
         assert rig.exports == {}
