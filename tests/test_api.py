@@ -15,23 +15,13 @@ from tests.tiny_models import bpe_vocab, write_tiny_llama
 from twinjet import LLM, AsyncLLM, Completion, EngineOptions, SamplingParams
 from twinjet.core.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 
-SMALL = EngineOptions(max_streams=4, threads=1, kv_memory=8 << 20, token_budget=64)
+TINY = EngineOptions(max_streams=4, threads=1, kv_memory=4 << 20, token_budget=64)
 PROMPT = "Hello world"
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny.gguf"))
-
-
-@pytest.fixture(scope="module")
 def llm(tiny: str, home: Path) -> Iterator[LLM]:
-    with LLM(tiny, options=SMALL, home=home) as running:
+    with LLM(tiny, options=TINY, home=home) as running:
         yield running
 
 
@@ -162,7 +152,7 @@ def test_the_async_one_gives_the_same_inside_a_running_loop(llm: LLM, tiny: str,
     expected = generate_one(llm)
 
     async def use() -> None:
-        async with AsyncLLM(tiny, options=SMALL, home=home) as running:
+        async with AsyncLLM(tiny, options=TINY, home=home) as running:
             greedy = SamplingParams(temperature=0.0)
             pieces = [delta async for delta in running.stream(PROMPT, greedy, max_tokens=8, ignore_eos=True)]
             assert "".join(delta.text for delta in pieces) == expected.text
@@ -175,21 +165,11 @@ def test_the_async_one_gives_the_same_inside_a_running_loop(llm: LLM, tiny: str,
     asyncio.run(use())
 
 
-def test_closing_ends_the_engine_processes_and_may_be_repeated(tiny: str, home: Path):
-    running = LLM(tiny, options=SMALL, home=home)
-    pids = [engine.pid for engine in running.assembly.orchestrator.stats().engines]
-    assert all(pid is not None and psutil.pid_exists(pid) for pid in pids)
-    running.close()
-    running.close()
-    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
-    with pytest.raises(ConfigError, match="closed"):
-        running.generate(PROMPT)
-
-
 def test_a_program_that_forgets_to_close_leaves_nothing_behind(tiny: str, home: Path):
     code = (
         "import sys; from twinjet import LLM, EngineOptions\n"
-        "llm = LLM(sys.argv[1], home=sys.argv[2], options=EngineOptions(max_streams=4, threads=1, kv_memory=8 << 20))\n"
+        "options = EngineOptions(max_streams=4, threads=1, kv_memory=4 << 20, token_budget=64)\n"
+        "llm = LLM(sys.argv[1], home=sys.argv[2], options=options)\n"
         "print(llm.assembly.orchestrator.stats().engines[0].pid)\n"
     )
     command = [sys.executable, "-c", code, tiny, str(home)]
@@ -204,7 +184,14 @@ def test_a_model_that_cannot_be_read_is_a_typed_error(tmp_path: Path):
         LLM(str(tmp_path / "bad.gguf"), home=tmp_path)
 
 
-def test_a_base_model_cannot_chat(tmp_path: Path, home: Path):
+def test_a_base_model_cannot_chat_and_closing_ends_its_engine(tmp_path: Path, home: Path):
     base = write_tiny_llama(tmp_path / "base.gguf", vocab=bpe_vocab(chat_template=None))
-    with LLM(str(base), options=SMALL, home=home) as running, pytest.raises(InvalidRequest, match="base model"):
-        running.chat([{"role": "user", "content": "Hello"}])
+    with LLM(str(base), options=TINY, home=home) as running:
+        with pytest.raises(InvalidRequest, match="base model"):
+            running.chat([{"role": "user", "content": "Hello"}])
+        pids = [engine.pid for engine in running.assembly.orchestrator.stats().engines]
+        assert all(pid is not None and psutil.pid_exists(pid) for pid in pids)
+    running.close()
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(ConfigError, match="closed"):
+        running.generate(PROMPT)

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "twinjet")
-SMALL = ("--threads", "1", "--kv-memory", "4MiB")
-"""Options that make an engine of the tiny model start fast."""
+TINY = ("--threads", "1", "--kv-memory", "4MiB")
+TINY_SERVER = (*TINY, "--max-streams", "4", "--token-budget", "64")
+"""Options that make an engine of the tiny model start fast; as in tests/test_api.py, whose programs are the same."""
 TIMEOUT_S = 120
 
 

@@ -1,4 +1,4 @@
-"""One tiny model, one home with its compilation cache, and one running server for all tests here."""
+"""One running server for all tests here."""
 
 import contextlib
 import shlex
@@ -13,18 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.command import COMMAND, SMALL, TIMEOUT_S, environment
-from tests.tiny_models import write_tiny_llama
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny.gguf"))
+from tests.cli.command import COMMAND, TIMEOUT_S, TINY_SERVER, environment
 
 
 @dataclass
@@ -84,5 +73,5 @@ def serving(home: Path, *arguments: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def served(home: Path, tiny: str) -> Iterator[Served]:
-    with serving(home, tiny, *SMALL, "--max-streams", "4", "--token-budget", "64") as server:
+    with serving(home, tiny, *TINY_SERVER) as server:
         yield server

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 import twinjet as package
-from tests.cli.command import SMALL, assert_one_clear_line, twinjet
+from tests.cli.command import TINY, assert_one_clear_line, twinjet
 from tests.cli.conftest import Served
 from tests.tiny_models import bpe_vocab, write_tiny_llama
 
@@ -56,7 +56,7 @@ def test_pull_of_a_file_says_where_it_is(home: Path, tiny: str):
 def test_doctor_says_what_there_is(home: Path):
     shown = twinjet(home, "doctor")
     assert shown.returncode == 0, shown.stderr
-    facts = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in shown.stdout.splitlines() if "   " in line)
+    facts = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in shown.stdout.splitlines() if line[:2] == "  ")
     assert re.fullmatch(r"\d+ physical, \d+ logical usable", facts["cores"])
     assert facts["python"].startswith(".".join(map(str, sys.version_info[:2])))
     assert facts["home"].startswith(str(home))
@@ -66,7 +66,7 @@ def test_doctor_says_what_there_is(home: Path):
 
 
 def test_run_answers_as_the_server_does(home: Path, tiny: str, served: Served):
-    done = twinjet(home, "run", tiny, "Hello world", "--max-tokens", "12", *SMALL)
+    done = twinjet(home, "run", tiny, "Hello world", "--max-tokens", "12", *TINY)
     assert done.returncode == 0, done.stderr
     body = {"messages": [{"role": "user", "content": "Hello world"}], "max_tokens": 12, "temperature": 0}
     answer = httpx.post(served.url + "/v1/chat/completions", json=body, timeout=60).json()

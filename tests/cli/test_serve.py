@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.command import COMMAND, SMALL, assert_one_clear_line, environment, twinjet
+from tests.cli.command import COMMAND, TINY_SERVER, assert_one_clear_line, environment, twinjet
 from tests.cli.conftest import Served, free_port, serving
 
 
@@ -47,32 +47,9 @@ def test_the_server_process_has_not_loaded_jax(served: Served):
     assert "jaxlib" not in maps.read_text()
 
 
-def test_a_stop_signal_lets_a_stream_finish_and_exits_with_zero(home: Path, tiny: str):
-    with serving(home, tiny, *SMALL) as server:
-        lines: list[str] = []
-        begun = threading.Event()
-
-        def read() -> None:
-            body = {"prompt": "Hello world", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
-                for line in answer.iter_lines():
-                    lines.append(line)
-                    begun.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert begun.wait(60)
-        server.process.send_signal(signal.SIGTERM)
-        reader.join(60)
-        assert server.process.wait(30) == 0
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
-    assert "Traceback" not in "".join(server.errors)
-
-
 def test_ctrl_c_while_engines_start_exits_with_zero(home: Path, tiny: str):
     port = free_port()
-    command = (*COMMAND, "serve", tiny, *SMALL, "--port", str(port))
+    command = (*COMMAND, "serve", tiny, *TINY_SERVER, "--port", str(port))
     with subprocess.Popen(command, env=environment(home), stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             try:
@@ -89,7 +66,7 @@ def test_ctrl_c_while_engines_start_exits_with_zero(home: Path, tiny: str):
 def test_two_engines_serve_the_second_mode(home: Path, tiny: str, served: Served):
     body = {"prompt": "Hello world " * 20, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
     expected = httpx.post(served.url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["token_ids"]
-    with serving(home, tiny, *SMALL, "--prefill", "1", "--decode", "1", "--token-budget", "64") as server:
+    with serving(home, tiny, *TINY_SERVER, "--prefill", "1", "--decode", "1") as server:
         answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
         moved = [
             line.rpartition(" ")[2]
@@ -130,3 +107,26 @@ def test_a_truncated_model_is_one_line(home: Path, tiny: str, tmp_path: Path):
 
 def test_a_missing_model_is_one_line(home: Path):
     assert_one_clear_line(twinjet(home, "serve", "no-such-model", "--port", "0"), "no-such-model", "smollm2")
+
+
+def test_a_stop_signal_lets_a_stream_finish_and_exits_with_zero(served: Served):
+    """The last test of all that use this server."""
+    lines: list[str] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        body = {"prompt": "Hello world", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", served.url + "/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(60)
+    served.process.send_signal(signal.SIGTERM)
+    reader.join(60)
+    assert served.process.wait(30) == 0
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert "Traceback" not in "".join(served.errors)
