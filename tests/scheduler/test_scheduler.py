@@ -111,6 +111,16 @@ def test_priority_goes_first() -> None:
     assert order == [2, 3, 1]
 
 
+def test_urgent_prompt_takes_the_rows_of_one_under_way() -> None:
+    rig = Rig(token_budget=8)
+    rig.add(spec(1, prompt(40), 2))
+    rig.plan()
+    rig.add(spec(2, prompt(24), 2, priority=-1))
+    assert [(w.sequence_id, w.num_tokens) for w in rig.plan().work] == [(2, 8)]
+    rig.run()
+    rig.check_tokens()
+
+
 def test_slot_is_reused_in_the_plan_after_the_last_row() -> None:
     rig = Rig(max_streams=1)
     rig.add(spec(1, (1, 2), 2), spec(2, (3,), 1))
