@@ -130,7 +130,7 @@ class FakeEngine:
         if len(set(slots)) != len(slots):
             raise ValueError(f"a slot appears twice in one step: {slots}")
 
-    def _places(self, page_ids: Sequence[int], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, page_ids: Sequence[int] | np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(page ids, offsets) of positions [start, stop)."""
         positions = np.arange(start, stop)
         return np.asarray(page_ids, np.int64)[positions // self._page_size], positions % self._page_size
@@ -161,7 +161,7 @@ class FakeEngine:
         return token
 
     def _read(self, page_ids: Sequence[int] | np.ndarray, start: int, stop: int) -> np.ndarray:
-        pages, offsets = self._places(list(page_ids), start, stop)
+        pages, offsets = self._places(page_ids, start, stop)
         wrong = np.flatnonzero(self._positions[pages, offsets] != np.arange(start, stop))
         if len(wrong):
             raise ValueError(
