@@ -17,6 +17,9 @@ from twinjet.core.types import MAX_LOGPROBS
 from twinjet.ops.batch import Samples
 from twinjet.ops.params import Sampled
 
+STRIDE = 256
+"""Probabilities summed together at the first level of a draw."""
+
 ONE_BITS = 0x3F800000
 """Bits of 1.0, the largest probability."""
 
@@ -56,12 +59,27 @@ def _draw(logits: Float[Array, "S V"], samples: Samples) -> Int[Array, " S"]:
     probs = jax.nn.softmax(logits / temperature[:, None], axis=1)
     filtered = (samples.top_k > 0) & (samples.top_k < V) | (samples.top_p < 1.0) | (samples.min_p > 0.0)
     probs = lax.cond(jnp.any(filtered), lambda: _filter(probs, samples), lambda: probs)
-    cumulative = jnp.cumsum(probs, axis=1)
-    target = _uniform(samples) * cumulative[:, -1]
-    chosen = jnp.sum(cumulative <= target[:, None], axis=1)
-    # Rounding may leave the target on the very end: then the last token with a share is meant.
-    last = V - 1 - jnp.argmax(probs[:, ::-1] > 0.0, axis=1)
-    return jnp.minimum(chosen, last).astype(jnp.int32)
+    return _invert(probs, _uniform(samples))
+
+
+def _invert(probs: Float[Array, "S V"], u: Float[Array, " S"]) -> Int[Array, " S"]:
+    """First index at which the cumulative sum exceeds u times the total.
+
+    In two levels: sums of strides first, then within the stride that holds the target. A single
+    cumulative sum over a vocabulary costs XLA more to compile and to run than the rest of the draw.
+    """
+    S, V = probs.shape
+    strides = jnp.pad(probs, ((0, 0), (0, -V % STRIDE))).reshape(S, -1, STRIDE)
+    before = jnp.cumsum(strides.sum(axis=2), axis=1)  # [S, strides], up to the end of each
+    target = (u * before[:, -1])[:, None]
+    last = (V - 1 - jnp.argmax(probs[:, ::-1] > 0.0, axis=1)) // STRIDE
+    stride = jnp.minimum(jnp.sum(before <= target, axis=1), last)[:, None]
+    base = jnp.where(stride > 0, jnp.take_along_axis(before, jnp.maximum(stride - 1, 0), axis=1), 0.0)
+    mine = jnp.take_along_axis(strides, stride[:, :, None], axis=1)[:, 0]  # [S, STRIDE]
+    chosen = jnp.sum(base + jnp.cumsum(mine, axis=1) <= target, axis=1)
+    # The two sums may round differently, so the target may lie past the stride's end: its last share is meant.
+    last = STRIDE - 1 - jnp.argmax(mine[:, ::-1] > 0.0, axis=1)
+    return (stride[:, 0] * STRIDE + jnp.minimum(chosen, last)).astype(jnp.int32)
 
 
 def _uniform(samples: Samples) -> Float[Array, " S"]:
