@@ -63,7 +63,7 @@ class Assembly:
         if len(self.roles) > 1:
             engines = f"{self.roles.count('prefill')} prefill + {self.roles.count('decode')} decode, disaggregated"
         return (
-            ("model", f"{model.name}: {config.architecture}, {model.num_parameters / 1e6:.0f}M parameters"),
+            ("model", f"{model.name}: {config.architecture}, {_count(model.num_parameters)} parameters"),
             ("weights", f"{model.quantisation}, {format_bytes(model.size_bytes)}"),
             ("context", context),
             (
@@ -170,3 +170,11 @@ def pool_tokens(config: ModelConfig, options: EngineOptions, dtype: KVDtype, mem
 def kv_bytes_per_token(config: ModelConfig, dtype: KVDtype) -> int:
     """Keys and values of one token in all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"float32": 4, "float16": 2}[dtype]
+
+
+def _count(number: int) -> str:
+    """A large number for people: 135M."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -79,7 +79,7 @@ def serve(
             opened = open_model(model, home, report.pulling(model))
         assembly = assemble(opened, options, home)
         print_facts(assembly.summary(), indent="  ", err=True)
-        with asyncio.Runner(loop_factory=Config("").get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=Config("", log_config=None).get_loop_factory()) as runner:
             runner.run(_serve(assembly, listener, drain_timeout))
 
 
