@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import httpx
 import uvloop
 
 from tests.server.fakes import FakeOrchestrator, fake_service
@@ -23,6 +24,8 @@ class LiveServer:
     stop: asyncio.Event
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
+    http: httpx.Client
+    """One for all requests of a test: making a client costs more than a request."""
 
     def ask_to_stop(self) -> None:
         """What a signal does in a process of its own."""
@@ -47,9 +50,10 @@ def live_server(
         stop = asyncio.Event()
 
         def on_listening(host: str, port: int) -> None:
-            started["server"] = LiveServer(
-                f"http://{host}:{port}", host, port, orchestrator, stop, asyncio.get_running_loop(), thread
-            )
+            url = f"http://{host}:{port}"
+            http = httpx.Client(base_url=url, verify=False, timeout=30)
+            loop = asyncio.get_running_loop()
+            started["server"] = LiveServer(url, host, port, orchestrator, stop, loop, thread, http)
             listening.set()
 
         app = create_app(fake_service(orchestrator, chat=chat), limits)
@@ -73,6 +77,7 @@ def live_server(
     try:
         yield server
     finally:
+        server.http.close()
         server.ask_to_stop()
         thread.join(20)
     assert not thread.is_alive()

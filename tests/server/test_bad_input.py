@@ -347,7 +347,7 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "fields"), NEUTRAL)
 def test_what_asks_for_nothing_is_accepted(strict: LiveServer, path: str, fields: dict[str, Any]):
     _, body = ask(path, **fields)
-    answer = httpx.post(strict.url + path, content=body, headers={"content-type": "text/plain"})
+    answer = strict.http.post(path, content=body, headers={"content-type": "text/plain"})
     assert answer.status_code == 200, answer.text
 
 
@@ -369,7 +369,7 @@ def test_what_asks_for_nothing_is_accepted(strict: LiveServer, path: str, fields
     ],
 )
 def test_wrong_paths_and_methods(strict: LiveServer, method: str, path: str, status: int, code: str, allow: str | None):
-    answer = httpx.request(method, strict.url + path)
+    answer = strict.http.request(method, path)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
@@ -396,16 +396,16 @@ def test_a_huge_body_without_a_length_is_refused_while_it_comes(strict: LiveServ
 
 def test_a_50_mb_body_with_the_default_limits():
     with live_server() as server:
-        answer = httpx.post(server.url + C, content=b'{"prompt": "' + b"a" * 50_000_000 + b'"}', timeout=30)
+        answer = server.http.post(C, content=b'{"prompt": "' + b"a" * 50_000_000 + b'"}', timeout=30)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
-        assert httpx.post(server.url + C, json={"prompt": "a"}).status_code == 200
+        assert server.http.post(C, json={"prompt": "a"}).status_code == 200
 
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
     # 20 MB of text would take the fake minutes to encode.
     with live_server() as server:
-        answer = httpx.post(server.url + C, content=b'{"prompt": "' + b"a" * 20_000_000 + b'"}', timeout=30)
+        answer = server.http.post(C, content=b'{"prompt": "' + b"a" * 20_000_000 + b'"}', timeout=30)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
@@ -413,10 +413,10 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
 def test_chat_without_a_template():
     with live_server(chat=False) as server:
         for path, body in (ask(H), (T, b'{"messages": [{"role": "user", "content": "a"}]}')):
-            answer = httpx.post(server.url + path, content=body)
+            answer = server.http.post(path, content=body)
             assert answer.status_code == 400
             assert "no chat template" in answer.json()["error"]["message"]
-        assert httpx.post(server.url + C, json={"prompt": "a"}).status_code == 200
+        assert server.http.post(C, json={"prompt": "a"}).status_code == 200
 
 
 def test_overload_says_when_to_come_back():
@@ -424,11 +424,11 @@ def test_overload_says_when_to_come_back():
     orchestrator.max_requests = 2
     with live_server(orchestrator) as server:
         for fields in ({"n": 3}, {"n": 3, "stream": True}):
-            answer = httpx.post(server.url + C, json={"prompt": "a", **fields})
+            answer = server.http.post(C, json={"prompt": "a", **fields})
             assert answer.status_code == 429
             assert answer.headers["retry-after"] == "3"
             assert answer.json()["error"]["code"] == "overloaded"
             # The two that were accepted are not left running.
             assert orchestrator.running == {}
         orchestrator.max_requests = 3
-        assert httpx.post(server.url + C, json={"prompt": "a", "n": 3}).status_code == 200
+        assert server.http.post(C, json={"prompt": "a", "n": 3}).status_code == 200

@@ -2,18 +2,22 @@
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.server.fakes import CONTEXT
 from tests.server.live import LiveServer
 
 TEXT = "Hello world é€😀A"
 """The fake's reply for choice 0."""
-CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-NUM_CHAT_TOKENS = len("system:be brief") + len("user:hi") + len("assistant:") + 3
+CHAT: list[ChatCompletionMessageParam] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+NUM_CHAT_TOKENS = len("system:be brief") + len("user:hi") + len("assistant:") + 3 + 1
+"""With a turn token before each, and BOS."""
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def test_completion_stream(client: OpenAI):
 
 
 def test_completion_stream_of_many(client: OpenAI):
-    texts = {index: "" for index in range(4)}
+    texts = dict.fromkeys(range(4), "")
     finished = []
     for chunk in client.completions.create(model="fake", prompt=["abc", "d"], n=2, max_tokens=50, stream=True):
         assert chunk.usage is None
@@ -131,9 +135,9 @@ def test_completion_logprobs(client: OpenAI):
         chunk.choices[0].logprobs
         for chunk in client.completions.create(model="fake", prompt="abc", max_tokens=50, logprobs=2, stream=True)
     ]
-    assert sum((part.text_offset or [] for part in streamed if part), []) == whole.text_offset
-    assert sum((part.tokens or [] for part in streamed if part), []) == whole.tokens
-    assert sum((part.top_logprobs or [] for part in streamed if part), []) == whole.top_logprobs
+    assert list(chain.from_iterable(part.text_offset or [] for part in streamed if part)) == whole.text_offset
+    assert list(chain.from_iterable(part.tokens or [] for part in streamed if part)) == whole.tokens
+    assert list(chain.from_iterable(part.top_logprobs or [] for part in streamed if part)) == whole.top_logprobs
 
 
 def test_completion_logprobs_of_the_chosen_token_only(client: OpenAI):
@@ -148,7 +152,7 @@ def test_an_infinite_logprob_is_sent_as_a_number(client: OpenAI):
         messages=CHAT,
         max_tokens=1,
         logprobs=True,
-        top_logprobs=20,  # type: ignore[arg-type]
+        top_logprobs=20,
     )
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.content is not None
@@ -156,7 +160,7 @@ def test_an_infinite_logprob_is_sent_as_a_number(client: OpenAI):
 
 
 def test_chat(client: OpenAI):
-    answer = client.chat.completions.create(model="fake", messages=CHAT)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="fake", messages=CHAT)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
     assert answer.object == "chat.completion"
@@ -164,12 +168,13 @@ def test_chat(client: OpenAI):
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == NUM_CHAT_TOKENS
     # What came back can be sent again.
-    again = [*CHAT, choice.message.model_dump(), {"role": "user", "content": "go on"}]
-    assert client.chat.completions.create(model="fake", messages=again).choices[0].message.content == TEXT  # type: ignore[arg-type]
+    sent_back: Any = choice.message.model_dump()
+    again: list[ChatCompletionMessageParam] = [*CHAT, sent_back, {"role": "user", "content": "go on"}]
+    assert client.chat.completions.create(model="fake", messages=again).choices[0].message.content == TEXT
 
 
 def test_chat_takes_what_is_left_of_the_context(client: OpenAI):
-    answer = client.chat.completions.create(model="fake", messages=CHAT, extra_body={"ignore_eos": True})  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="fake", messages=CHAT, extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (CONTEXT, "length")
 
@@ -178,7 +183,7 @@ def test_chat_stream(client: OpenAI):
     chunks = list(
         client.chat.completions.create(
             model="fake",
-            messages=CHAT,  # type: ignore[arg-type]
+            messages=CHAT,
             n=2,
             stream=True,
             stream_options={"include_usage": True},
@@ -196,8 +201,9 @@ def test_chat_stream(client: OpenAI):
 
 
 def test_chat_logprobs(client: OpenAI):
-    ask = {"model": "fake", "messages": CHAT, "logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**ask).choices[0].logprobs
+    whole = (
+        client.chat.completions.create(model="fake", messages=CHAT, logprobs=True, top_logprobs=2).choices[0].logprobs
+    )
     assert whole is not None
     assert whole.content is not None
     assert [t.token for t in whole.content[-5:]] == ["é€", "\\xf0\\x9f", "\\x98\\x80", "A", "</s>"]
@@ -206,14 +212,20 @@ def test_chat_logprobs(client: OpenAI):
     assert (first.token, first.logprob, first.bytes) == ("H", -0.25, [72])
     assert [(t.token, t.logprob, t.bytes) for t in first.top_logprobs] == [("I", -1.5, [73]), ("J", -2.5, [74])]
 
-    chunks = client.chat.completions.create(**ask, stream=True)
-    streamed = [c.choices[0].logprobs.content for c in chunks]
-    assert [len(part) for part in streamed] == [1] * 13
-    assert sum(streamed, []) == whole.content
+    streamed = []
+    for chunk in client.chat.completions.create(
+        model="fake", messages=CHAT, logprobs=True, top_logprobs=2, stream=True
+    ):
+        logprobs = chunk.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert len(logprobs.content) == 1
+        streamed += logprobs.content
+    assert streamed == whole.content
 
 
 def test_chat_logprobs_without_alternatives(client: OpenAI):
-    answer = client.chat.completions.create(model="fake", messages=CHAT, max_completion_tokens=2, logprobs=True)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="fake", messages=CHAT, max_completion_tokens=2, logprobs=True)
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.content is not None
     assert [(t.token, t.top_logprobs) for t in answer.choices[0].logprobs.content] == [("H", []), ("e", [])]
@@ -225,7 +237,7 @@ def test_errors_have_the_clients_own_classes(client: OpenAI):
     assert caught.value.param == "temperature"
     assert caught.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=CHAT)  # type: ignore[arg-type]
+        client.chat.completions.create(model="gpt-4", messages=CHAT)
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="fake", prompt="a" * CONTEXT)
     assert caught.value.code == "context_length_exceeded"
@@ -237,7 +249,7 @@ def test_async_client(server: LiveServer):
 
             async def streamed() -> str:
                 text = ""
-                async for chunk in await client.chat.completions.create(model="fake", messages=CHAT, stream=True):  # type: ignore[arg-type]
+                async for chunk in await client.chat.completions.create(model="fake", messages=CHAT, stream=True):
                     text += chunk.choices[0].delta.content or ""
                 return text
 

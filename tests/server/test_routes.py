@@ -1,85 +1,85 @@
 """The routes that do not generate: health, metrics, models before the start, tokenize, detokenize."""
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.fakes import BOS, CONTEXT, EOS, FakeOrchestrator
+from tests.server.fakes import BOS, CONTEXT, EOS, TURN, FakeOrchestrator
 from tests.server.live import LiveServer, live_server
 
 
 def test_index(server: LiveServer):
-    answer = httpx.get(server.url + "/").json()
+    answer = server.http.get("/").json()
     assert answer["model"] == "fake"
     for path in answer["routes"]:
-        assert httpx.get(server.url + path).status_code in (200, 405)
+        assert server.http.get(path).status_code in (200, 405)
 
 
 def test_before_the_engines_are_ready():
     orchestrator = FakeOrchestrator()
     orchestrator.started = False
     with live_server(orchestrator) as server:
-        health = httpx.get(server.url + "/health")
+        health = server.http.get("/health")
         assert (health.status_code, health.json()["reason"]) == (503, "starting")
         for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
-            answer = httpx.post(server.url + "/v1/completions", json=body)
+            answer = server.http.post("/v1/completions", json=body)
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "2"
             assert answer.json()["error"]["code"] == "unavailable"
-        assert httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"] is None
-        assert httpx.post(server.url + "/tokenize", json={"prompt": "a"}).json()["max_model_len"] is None
-        assert "twinjet_healthy 0.0" in httpx.get(server.url + "/metrics").text
+        assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] is None
+        assert server.http.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] is None
+        assert "twinjet_healthy 0.0" in server.http.get("/metrics").text
 
         orchestrator.started = True
-        assert httpx.get(server.url + "/health").json() == {"status": "ok", "reason": "ok"}
-        assert httpx.post(server.url + "/v1/completions", json={"prompt": "a"}).status_code == 200
+        assert server.http.get("/health").json() == {"status": "ok", "reason": "ok"}
+        assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
 @pytest.mark.parametrize("base", ["", "/v1"])
 def test_tokenize_and_back(server: LiveServer, base: str):
-    answer = httpx.post(f"{server.url}{base}/tokenize", json={"prompt": "a</s>é"}).json()
+    answer = server.http.post(f"{base}/tokenize", json={"prompt": "a</s>é"}).json()
     assert answer == {
         "count": 5,
         "max_model_len": CONTEXT,
         "tokens": [BOS, 97, EOS, 0xC3, 0xA9],
         "token_strs": None,
     }
-    plain = httpx.post(
-        f"{server.url}{base}/tokenize",
+    plain = server.http.post(
+        f"{base}/tokenize",
         json={"prompt": "ab", "add_special_tokens": False, "return_token_strs": True, "model": "fake"},
     ).json()
     assert (plain["tokens"], plain["token_strs"]) == ([97, 98], ["a", "b"])
-    back = httpx.post(f"{server.url}{base}/detokenize", json={"tokens": answer["tokens"]}).json()
+    back = server.http.post(f"{base}/detokenize", json={"tokens": answer["tokens"]}).json()
     assert back == {"prompt": "<s>a</s>é"}
 
 
 def test_tokenize_a_chat(server: LiveServer):
     chat = [{"role": "user", "content": "a"}]
-    with_head = httpx.post(server.url + "/tokenize", json={"messages": chat}).json()
-    without = httpx.post(server.url + "/tokenize", json={"messages": chat, "add_generation_prompt": False}).json()
-    assert bytes(with_head["tokens"][1:7]) == b"user:a"
+    with_head = server.http.post("/tokenize", json={"messages": chat}).json()
+    without = server.http.post("/tokenize", json={"messages": chat, "add_generation_prompt": False}).json()
+    assert with_head["tokens"][:2] == [BOS, TURN]
+    assert bytes(with_head["tokens"][2:8]) == b"user:a"
     assert with_head["tokens"][: without["count"]] == without["tokens"]
     assert bytes(with_head["tokens"][without["count"] + 1 :]) == b"assistant:"
     # What is counted is what generating takes.
-    answer = httpx.post(server.url + "/v1/chat/completions", json={"messages": chat, "return_token_ids": True}).json()
+    answer = server.http.post("/v1/chat/completions", json={"messages": chat, "return_token_ids": True}).json()
     assert answer["prompt_token_ids"] == with_head["tokens"]
     assert answer["choices"][0]["token_ids"][-1] == EOS
 
 
 def test_tokenize_nothing(server: LiveServer):
-    assert httpx.post(server.url + "/tokenize", json={"prompt": ""}).json()["tokens"] == [BOS]
-    assert httpx.post(server.url + "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == [BOS]
+    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
 def test_long_texts_and_lists(server: LiveServer):
     text = "ab" * 20_000
-    tokens = httpx.post(server.url + "/tokenize", json={"prompt": text}, timeout=30).json()["tokens"]
+    tokens = server.http.post("/tokenize", json={"prompt": text}, timeout=30).json()["tokens"]
     assert bytes(tokens[1:]).decode() == text
-    assert httpx.post(server.url + "/detokenize", json={"tokens": tokens[1:]}).json() == {"prompt": text}
+    assert server.http.post("/detokenize", json={"tokens": tokens[1:]}).json() == {"prompt": text}
 
 
-def samples(url: str) -> dict[str, float]:
-    families = text_string_to_metric_families(httpx.get(url + "/metrics").text)
+def samples(server: LiveServer) -> dict[str, float]:
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
     return {
         sample.name + "".join(f"|{v}" for _, v in sorted(sample.labels.items())): sample.value
         for family in families
@@ -91,16 +91,16 @@ def test_metrics():
     orchestrator = FakeOrchestrator()
     orchestrator.step_s = 0.01
     with live_server(orchestrator) as server:
-        before = samples(server.url)
+        before = samples(server)
         assert before["twinjet_generation_tokens_total"] == 0
-        post = httpx.post
-        post(server.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2})
-        post(server.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 50, "stream": True, "stop": "o"})
-        post(server.url + "/v1/completions", json={"prompt": ""})
-        post(server.url + "/v1/nothing")
+        post = server.http.post
+        post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2})
+        post("/v1/completions", json={"prompt": "abc", "max_tokens": 50, "stream": True, "stop": "o"})
+        post("/v1/completions", json={"prompt": ""})
+        post("/v1/nothing")
         orchestrator.fail_at = 1
-        post(server.url + "/v1/completions", json={"prompt": "abc", "stream": True})
-        after = samples(server.url)
+        post("/v1/completions", json={"prompt": "abc", "stream": True})
+        after = samples(server)
     expected = {
         "prompt_tokens_total": 12,
         "generation_tokens_total": 2 * 5 + 4 + 1,

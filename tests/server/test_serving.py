@@ -117,7 +117,7 @@ def test_a_taken_port_is_said_in_words():
 
 
 def test_an_address_of_another_machine_is_said_in_words():
-    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1 port 80"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 80"):
         open_socket("192.0.2.1", 80)
 
 

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -27,8 +28,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
-    answer = httpx.post(
-        server.url + COMPLETIONS,
+    answer = server.http.post(
+        COMPLETIONS,
         json={"prompt": "abc", "max_tokens": 50, "stream": True, "return_token_ids": True, **body},
     )
     assert answer.status_code == 200, answer.text
@@ -43,7 +44,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_headers(server: LiveServer):
-    answer = httpx.post(server.url + COMPLETIONS, json={"prompt": "a", "stream": True})
+    answer = server.http.post(COMPLETIONS, json={"prompt": "a", "stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
     assert answer.headers["x-accel-buffering"] == "no"
@@ -108,8 +109,8 @@ def test_a_stop_string_never_shows(reply: str, stop: list[str], text: str, num_t
     orchestrator = FakeOrchestrator(lambda _: say(reply))
     with live_server(orchestrator) as server:
         chunks = stream(server, stop=stop, stream_options={"include_usage": True})
-        whole = httpx.post(
-            server.url + COMPLETIONS,
+        whole = server.http.post(
+            COMPLETIONS,
             json={"prompt": "abc", "max_tokens": 50, "stop": stop, "return_token_ids": True},
         ).json()
         wait_for(lambda: not orchestrator.running)
@@ -120,7 +121,7 @@ def test_a_stop_string_never_shows(reply: str, stop: list[str], text: str, num_t
         assert text.startswith(shown)
     assert shown == text == whole["choices"][0]["text"]
     assert [p["choices"][0]["finish_reason"] for p in parts] == [None] * (num_tokens - 1) + ["stop"]
-    ids = sum((p["choices"][0]["token_ids"] for p in parts), [])
+    ids = list(chain.from_iterable(p["choices"][0]["token_ids"] for p in parts))
     assert ids == whole["choices"][0]["token_ids"] == say(reply)[:num_tokens]
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == num_tokens
     assert whole["choices"][0]["finish_reason"] == "stop"
@@ -160,12 +161,12 @@ def test_an_error_ends_the_stream_in_order(path: str):
     orchestrator.fail_at = 2
     prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
     with live_server(orchestrator) as server:
-        answer = httpx.post(server.url + path, json={**prompt, "stream": True, "n": 3})
+        answer = server.http.post(path, json={**prompt, "stream": True, "n": 3})
         *_, error = events_of(answer.text)
         assert [c["finish_reason"] for c in error["choices"]] == ["error"] * 3
         assert set(error["error"]) == {"message", "type", "param", "code"}
         assert "secret" not in answer.text
-        whole = httpx.post(server.url + path, json=prompt)
+        whole = server.http.post(path, json=prompt)
         assert whole.status_code == 500
         assert whole.json()["error"]["code"] == "engine_error"
         assert "secret" not in whole.text
@@ -177,13 +178,13 @@ def test_a_bug_below_is_an_error_without_details(streamed: bool):
     orchestrator = FakeOrchestrator()
     orchestrator.broken = ValueError("/secret/path")
     with live_server(orchestrator) as server:
-        answer = httpx.post(server.url + COMPLETIONS, json={"prompt": "a", "stream": streamed})
+        answer = server.http.post(COMPLETIONS, json={"prompt": "a", "stream": streamed})
         assert "secret" not in answer.text
         error = events_of(answer.text)[-1]["error"] if streamed else answer.json()["error"]
         assert answer.status_code == (200 if streamed else 500)
         assert error["code"] == "internal_error"
         orchestrator.broken = None
-        assert httpx.post(server.url + COMPLETIONS, json={"prompt": "a"}).status_code == 200
+        assert server.http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
 
 
 # --- clients that go away, or read slowly ---------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_a_client_that_goes_away_ends_its_sequences(streamed: bool, n: int):
         wait_for(lambda: not orchestrator.running)
         assert time.monotonic() - left < 1
         assert len(orchestrator.aborted) == n
-        page = httpx.get(server.url + "/metrics").text
+        page = server.http.get("/metrics").text
     assert f'twinjet_request_success_total{{finished_reason="cancelled"}} {n}.0' in page
 
 
@@ -217,7 +218,7 @@ def test_a_client_that_goes_away_before_its_body_is_whole_leaves_nothing(server:
     before = len(server.orchestrator.submitted)
     with socket.create_connection((server.host, server.port)) as client:
         client.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt":')
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert server.http.get("/health").status_code == 200
     assert len(server.orchestrator.submitted) == before
 
 
@@ -320,9 +321,9 @@ def test_add_special_tokens_and_generation_prompt(server: LiveServer):
     body = {
         "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     }
-    answer = httpx.post(server.url + CHAT, json={**body, "add_generation_prompt": False})
+    answer = server.http.post(CHAT, json={**body, "add_generation_prompt": False})
     assert answer.status_code == 200
-    assert bytes(server.orchestrator.submitted[-1].prompt_ids[1:]) == b"system:a\nb"
+    assert bytes(server.orchestrator.submitted[-1].prompt_ids[2:]) == b"system:a\nb"
 
 
 def test_the_default_script_is_what_these_tests_think(server: LiveServer):

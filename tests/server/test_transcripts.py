@@ -9,7 +9,7 @@ from tests.server.transcripts import GOLDEN, TRANSCRIPTS, record
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_stream_is_as_recorded(server: LiveServer, name: str):
     expected = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
-    assert record(server.url, server.orchestrator, TRANSCRIPTS[name]) == expected
+    assert record(server, TRANSCRIPTS[name]) == expected
 
 
 def test_every_recording_is_checked():

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.server.fakes import FakeOrchestrator, default_script, say
-from tests.server.live import live_server
+from tests.server.live import LiveServer, live_server
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -57,11 +55,11 @@ TRANSCRIPTS = {
 }
 
 
-def record(url: str, orchestrator: FakeOrchestrator, transcript: Transcript) -> str:
+def record(server: LiveServer, transcript: Transcript) -> str:
     """The stream as text, with what differs from run to run replaced."""
-    orchestrator.script, orchestrator.fail_at = default_script, None
-    transcript.prepare(orchestrator)
-    answer = httpx.post(url + transcript.path, json=transcript.body)
+    server.orchestrator.script, server.orchestrator.fail_at = default_script, None
+    transcript.prepare(server.orchestrator)
+    answer = server.http.post(transcript.path, json=transcript.body)
     assert answer.status_code == 200, answer.text
     text = re.sub(r'"id":"(cmpl|chatcmpl)-[0-9a-f]{24}"', r'"id":"\1-ID"', answer.text)
     text = re.sub(r'"created":\d{10}', '"created":TIME', text)
@@ -72,7 +70,7 @@ def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
     with live_server() as server:
         for name, transcript in TRANSCRIPTS.items():
-            text = record(server.url, server.orchestrator, transcript)
+            text = record(server, transcript)
             (GOLDEN / f"{name}.txt").write_text(text, encoding="utf-8")
 
 

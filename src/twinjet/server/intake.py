@@ -19,6 +19,7 @@ from twinjet.server import requests as bodies
 from twinjet.server.body import decode_body, decode_ids, ids_decoder
 from twinjet.server.requests import ChatBody, ChatMessage, CompletionBody, GenerationBody, Neutral, TokenizeBody
 from twinjet.server.service import ServedModel, ServerLimits
+from twinjet.text.chat import encode_rendered_chat
 
 T = TypeVar("T")
 
@@ -254,7 +255,7 @@ class Intake:
         text = await self._beside(size, lambda: template.render(turns, add_generation_prompt=head))
         if context is not None:
             await self._check_length(text, "messages", context)
-        return tuple(await self._beside(len(text), lambda: tokenizer.encode(text, add_special=False)))
+        return tuple(await self._beside(len(text), lambda: encode_rendered_chat(tokenizer, text)))
 
     async def _check_length(self, text: str, field: str, context: int) -> None:
         """Refuse, without tokenizing it, a text that is too long however it is split."""
