@@ -134,7 +134,10 @@ class SequenceEnded(Message, frozen=True):
 
 
 class PagesExported(Message, frozen=True):
-    """The pages of an `export_pages` sequence are ready; sent after the `StepTokens` with `exported`."""
+    """The pages of an `export_pages` sequence are ready; sent after the `StepTokens` with `exported`.
+
+    None, if there was no room for them: whoever goes on with the sequence computes it anew.
+    """
 
     sequence_id: int
     pages: list[PagesHandle]
