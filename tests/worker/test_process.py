@@ -120,7 +120,7 @@ def test_it_leaves_when_its_input_ends() -> None:
 
 
 @pytest.mark.parametrize("options", ["", "hang_at=1", "load_ms=60000"], ids=["idle", "hung", "loading"])
-def test_it_dies_with_its_parent(options: str) -> None:
+def test_it_dies_with_its_parent(options: str, tmp_path: Path) -> None:
     """The parent is killed, so it can tell nobody; another process even keeps the pipe open."""
     script = (
         "import subprocess\n"
@@ -138,8 +138,10 @@ def test_it_dies_with_its_parent(options: str) -> None:
         "        await asyncio.sleep(60)\n"
         "asyncio.run(scenario())\n"
     )
+    # A killed server leaves its socket's directory behind.
+    environment = child_environment() | {"TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=child_environment(), cwd=ROOT, text=True
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True
     )
     assert parent.stdout is not None
     child, hoarder = (int(word) for word in parent.stdout.readline().split())
