@@ -1,10 +1,12 @@
-"""What tests that start real engine processes share, so that each program is compiled once in a test run."""
+"""What tests share: the real models, and what is slow to make, made once in a test run."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import write_tiny_llama
+from twinjet.checkpoints.pull import resolve_model
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of a tiny random model that can chat, with a context of 512 tokens."""
     return str(write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model, fetched if it is not on this machine."""
+    return resolve_model("smollm2", _users_home()).path
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """The base model with a SentencePiece vocabulary, fetched if it is not on this machine."""
+    return resolve_model("gemma3-270m", _users_home()).path
+
+
+def _users_home() -> Path:
+    """Where `twinjet pull` puts models, so that a test run fetches none twice."""
+    return Path(os.environ.get("TWINJET_HOME") or "~/.cache/twinjet").expanduser()

@@ -61,12 +61,8 @@ class BytePairEncoder:
         except Exception as error:  # the library raises bare exceptions
             raise CheckpointError(f"the merges do not fit the vocabulary: {error}") from error
         self._tokenizer = tokenizers.Tokenizer(model)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                *(pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in pre_tokenizer.patterns),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizer.build(), to_bytes])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:

@@ -14,6 +14,8 @@ Left out on purpose, and so refused:
 
 from dataclasses import dataclass
 
+from tokenizers import Regex, pre_tokenizers
+
 from twinjet.core.errors import CheckpointError
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -70,6 +72,10 @@ class PreTokenizer:
     """Each cuts the pieces that the one before left; what a pattern does not match stays a piece."""
     ignore_merges: bool = False
     """A word that is a token as it stands becomes that token, whatever the merges say."""
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        """The cutter itself, for a `tokenizers.Tokenizer`; words come out as they are in the text."""
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(p), "isolated") for p in self.patterns])
 
 
 def _table() -> dict[str, PreTokenizer]:
