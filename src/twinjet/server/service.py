@@ -1,5 +1,6 @@
 """What the HTTP server serves: one model, its text side and the orchestrator behind it; and the server's own limits."""
 
+import re
 from dataclasses import dataclass
 
 from twinjet import __version__
@@ -38,8 +39,8 @@ class ServedModel:
     def fingerprint(self) -> str:
         """`system_fingerprint`: changes with whatever may change a token."""
         info = self.ready_info()
-        backend = f"-{info.backend}-{info.kv_dtype}" if info is not None else ""
-        return f"twinjet-{__version__}{backend}"
+        parts = [__version__, *re.findall(r"\w+", f"{info.backend} {info.kv_dtype}")] if info else [__version__]
+        return "-".join(["twinjet", *parts])
 
 
 @dataclass(frozen=True, slots=True)
