@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.core.config import EngineConfig
@@ -70,10 +72,8 @@ class Engine:
         table_width = -(-pages // pages_per_piece) * pages_per_piece
         self._layouts = {rows: StepLayout(rows, limits.max_streams, table_width) for rows in self._buckets}
         self._packer = StepPacker(limits.max_streams, table_width, self._layouts)
-        self._programs = {
-            rows: jax.jit(partial(run_step, ops, model, layout), donate_argnums=(1, 2))
-            for rows, layout in self._layouts.items()
-        }
+        self._programs: dict[int, Compiled] = {}
+        self._threads = config.threads
         self._model = model
         self._compiles = CompileCounter()
 
@@ -94,12 +94,16 @@ class Engine:
         return self._compiles.count
 
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
-        """Run every program once, on padding alone, which changes nothing."""
+        """Compile every program, side by side, and run each once on padding alone, which changes nothing."""
         total = len(self._buckets) + 1
-        for done, rows in enumerate(self._buckets):
-            on_progress(done, total)
-            self._run(self._packer.pack(Plan(step_id=-1), rows), rows)
-        on_progress(total - 1, total)
+        on_progress(0, total)
+        with ThreadPoolExecutor(self._threads, "compile") as pool:
+            # XLA compiles one program on one core.
+            compiling = {rows: pool.submit(self._compile, rows) for rows in self._buckets}
+            for done, rows in enumerate(self._buckets):
+                self._programs[rows] = compiling[rows].result()
+                self._run(self._packer.pack(Plan(step_id=-1), rows), rows)
+                on_progress(done + 1, total)
         nowhere = np.full(MOVE_TOKENS, NOWHERE, np.int32)
         kv = np.asarray(gather_pages(self._cache, nowhere))
         self._cache = scatter_pages(self._cache, nowhere, kv)
@@ -123,6 +127,12 @@ class Engine:
             export_range(self._cache, move.page_ids, move.start, move.stop, self._page_size) for move in plan.exports
         )
         return _output(plan, result, exports, started_s, time.monotonic(), padding)
+
+    def _compile(self, rows: int) -> Compiled:
+        layout = self._layouts[rows]
+        step = jax.jit(partial(run_step, self._ops, self._model, layout), donate_argnums=(1, 2))
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        return step.lower(*jax.tree.map(jax.typeof, (self._params, self._cache, self._last_token)), packed).compile()
 
     def _run(self, packed: np.ndarray, bucket: int) -> np.ndarray:
         """[S, 2 + 2 n] int32 of the bucket's samples, on the host."""

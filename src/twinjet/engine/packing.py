@@ -21,7 +21,7 @@ class StepPacker:
     def pack(self, plan: Plan, bucket: int) -> np.ndarray:
         """[X] int32 in the bucket's layout. Its own array each time: the device may still read the last one."""
         layout, sections = self._sections[bucket]
-        packed = np.zeros(sections["page_table"][1], np.int32)
+        packed = np.zeros(layout.size, np.int32)
         part = {name: packed[a:b].reshape(shape) for name, (a, b, shape) in sections.items()}
         rows, samples, singles, tiles = part["rows"], part["samples"], part["singles"], part["tiles"]
         # Padding: a slot and a row out of range, position -1.

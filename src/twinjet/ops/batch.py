@@ -104,6 +104,11 @@ class StepLayout:
             start = stop
         return sections
 
+    @property
+    def size(self) -> int:
+        """Length of the packed array."""
+        return self.sections()["page_table"][1]
+
     def unpack(self, packed: Int[Array, " X"], last_token: Int[Array, " B"]) -> Batch:
         """Views of the packed array; rows that say so take the device's own last token of their slot."""
         part = {name: packed[a:b].reshape(shape) for name, (a, b, shape) in self.sections().items()}
