@@ -3,10 +3,15 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from twinjet.checkpoints.gguf import read_vocab
 from twinjet.core.vocab import VocabSpec
 from twinjet.text.tokenizer import Tokenizer
+
+# On a busy machine an example may take long for no fault of its own.
+settings.register_profile("text", deadline=None)
+settings.load_profile("text")
 
 
 @pytest.fixture(scope="session")

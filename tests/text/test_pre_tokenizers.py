@@ -44,5 +44,5 @@ def test_long_runs_take_linear_time(name: str) -> None:
     """Quadratic work would take minutes; a run is tried alone, and before a digit, where look-aheads fail."""
     tokenizer = byte_level_tokenizer(pre=name)
     for run in _RUNS:
-        text = run * 20_000 + "1"
+        text = run * 10_000 + "1"
         assert tokenizer.decode(tokenizer.encode(text)) == text

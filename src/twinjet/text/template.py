@@ -25,7 +25,7 @@ MAX_RENDERED_CHARACTERS = 64 << 20
 """Far more than any context holds, little enough to stop a template that never ends its output."""
 
 _MAX_REPEATED_ITEMS = 1 << 20
-_MAX_EXPONENT = 64
+_MAX_INTEGER_BITS = 4096
 
 
 class ChatTemplate:
@@ -96,9 +96,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(right, int) and abs(right) > _MAX_EXPONENT:
-            raise jinja2.exceptions.SecurityError(f"exponent {right} is over {_MAX_EXPONENT}")
-        if operator == "*":
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MAX_INTEGER_BITS:
+                raise jinja2.exceptions.SecurityError(f"{operator} makes too large a number")
+        elif operator == "*":
             for items, count in ((left, right), (right, left)):
                 if not (isinstance(items, str | list | tuple) and isinstance(count, int)):
                     continue
