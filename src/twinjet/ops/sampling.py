@@ -31,7 +31,7 @@ def sample(logits: Float[Array, "S V"], samples: Samples) -> Sampled:
     greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
     token_ids = lax.cond(
         jnp.any(drawing),
-        lambda: jnp.where(drawing, _draw(logits, samples), greedy),
+        lambda: jnp.where(drawing, _draw(logits, samples, drawing), greedy),
         lambda: greedy,
     )
     n = min(MAX_LOGPROBS, logits.shape[1])
@@ -53,12 +53,13 @@ def _logprobs(logits: Float[Array, "S V"], token_ids: Int[Array, " S"], n: int) 
     return jnp.take_along_axis(logp, token_ids[:, None], axis=1)[:, 0], ids.astype(jnp.int32), top
 
 
-def _draw(logits: Float[Array, "S V"], samples: Samples) -> Int[Array, " S"]:
+def _draw(logits: Float[Array, "S V"], samples: Samples, drawing: Bool[Array, " S"]) -> Int[Array, " S"]:
     V = logits.shape[1]
-    temperature = jnp.where(samples.temperature > 0.0, samples.temperature, 1.0)
-    probs = jax.nn.softmax(logits / temperature[:, None], axis=1)
+    temperature = jnp.where(drawing, samples.temperature, 1.0)
+    # The largest becomes 0 before the division, which could overflow otherwise: a tiny temperature is greedy.
+    probs = jax.nn.softmax((logits - logits.max(axis=1, keepdims=True)) / temperature[:, None], axis=1)
     filtered = (samples.top_k > 0) & (samples.top_k < V) | (samples.top_p < 1.0) | (samples.min_p > 0.0)
-    probs = lax.cond(jnp.any(filtered), lambda: _filter(probs, samples), lambda: probs)
+    probs = lax.cond(jnp.any(drawing & filtered), lambda: _filter(probs, samples), lambda: probs)
     return _invert(probs, _uniform(samples))
 
 
@@ -70,16 +71,26 @@ def _invert(probs: Float[Array, "S V"], u: Float[Array, " S"]) -> Int[Array, " S
     """
     S, V = probs.shape
     strides = jnp.pad(probs, ((0, 0), (0, -V % STRIDE))).reshape(S, -1, STRIDE)
-    before = jnp.cumsum(strides.sum(axis=2), axis=1)  # [S, strides], up to the end of each
+    shares = strides.sum(axis=2)
+    before = jnp.cumsum(shares, axis=1)  # [S, strides], up to the end of each
     target = (u * before[:, -1])[:, None]
-    last = (V - 1 - jnp.argmax(probs[:, ::-1] > 0.0, axis=1)) // STRIDE
-    stride = jnp.minimum(jnp.sum(before <= target, axis=1), last)[:, None]
+    stride = _first_with_share(shares, before > target)[:, None]
     base = jnp.where(stride > 0, jnp.take_along_axis(before, jnp.maximum(stride - 1, 0), axis=1), 0.0)
-    mine = jnp.take_along_axis(strides, stride[:, :, None], axis=1)[:, 0]  # [S, STRIDE]
-    chosen = jnp.sum(base + jnp.cumsum(mine, axis=1) <= target, axis=1)
-    # The two sums may round differently, so the target may lie past the stride's end: its last share is meant.
-    last = STRIDE - 1 - jnp.argmax(mine[:, ::-1] > 0.0, axis=1)
-    return (stride[:, 0] * STRIDE + jnp.minimum(chosen, last)).astype(jnp.int32)
+    chosen = jnp.take_along_axis(strides, stride[:, :, None], axis=1)[:, 0]  # [S, STRIDE]
+    within = _first_with_share(chosen, base + jnp.cumsum(chosen, axis=1) > target)
+    return (stride[:, 0] * STRIDE + within).astype(jnp.int32)
+
+
+def _first_with_share(shares: Float[Array, "S n"], over: Bool[Array, "S n"]) -> Int[Array, " S"]:
+    """First index that is over the target and has a share; the last that has one, where rounding leaves none.
+
+    Without the second condition a token that was filtered out may be drawn: the sums of the two levels round
+    differently, and a parallel cumulative sum may move by rounding where nothing is added.
+    """
+    has_share = shares > 0.0
+    found = over & has_share
+    last = shares.shape[1] - 1 - jnp.argmax(has_share[:, ::-1], axis=1)
+    return jnp.where(found.any(axis=1), jnp.argmax(found, axis=1), last)
 
 
 def _uniform(samples: Samples) -> Float[Array, " S"]:
@@ -98,8 +109,8 @@ def _filter(probs: Float[Array, "S V"], samples: Samples) -> Float[Array, "S V"]
     k = jnp.where(samples.top_k > 0, jnp.minimum(samples.top_k, V), V)
     probs = _keep(probs, lambda kept: kept.sum(axis=1) >= k)
     total = probs.sum(axis=1)
-    # At 1 nothing may go, not even what rounding of the sum would drop.
-    mass = jnp.where(samples.top_p < 1.0, samples.top_p * total, jnp.inf)
+    # At 1 nothing may go, not even what rounding of the sum would drop; near 0 something has to stay.
+    mass = jnp.where(samples.top_p < 1.0, jnp.maximum(samples.top_p * total, jnp.finfo(jnp.float32).tiny), jnp.inf)
     probs = _keep(probs, lambda kept: jnp.where(kept, probs, 0.0).sum(axis=1) >= mass)
     floor = samples.min_p * probs.max(axis=1)
     return jnp.where(probs >= floor[:, None], probs, 0.0)
