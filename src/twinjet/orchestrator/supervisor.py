@@ -156,9 +156,10 @@ class Supervisor:
                 failed_starts, losses = 0, 1 if stable else losses + 1
             error = self._hopeless(failed_starts)
             if error is not None:
-                log.error("engine %d is given up: %s", engine.engine_id, error)
                 engine.state = "dead"
-                if not self._first_start.done():
+                if self._first_start.done():
+                    log.error("engine %d is given up: %s", engine.engine_id, error)
+                else:  # whoever waits for the start tells of it
                     self._first_start.set_exception(error)
                 self._on_dead(engine)
                 return

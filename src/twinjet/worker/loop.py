@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from dataclasses import replace
 
-from twinjet.core.errors import RequestError, StepFailed, TransferFailed, TwinjetError
+from twinjet.core.errors import CheckpointError, ConfigError, RequestError, StepFailed, TransferFailed, TwinjetError
 from twinjet.core.plan import StepOutput
 from twinjet.engine.interface import SteppingEngine
 from twinjet.scheduler.scheduler import Scheduler
@@ -151,7 +151,7 @@ class WorkerLoop:
             warmup_s=warmup_s,
         )
         self._socket.send(ready)
-        log.info("ready: %s, warm after %.1f s, pid %d", ready.backend, warmup_s, ready.pid)
+        log.debug("ready: %s, warm after %.1f s, pid %d", ready.backend, warmup_s, ready.pid)
 
     def _submit_plans(self) -> None:
         if self._engine is None or self._stop_requested:
@@ -196,11 +196,15 @@ class WorkerLoop:
         """Report a failure and end the loop."""
         expected = isinstance(error, TwinjetError)
         text = str(error) if expected else _describe(error)
-        if not expected or error.__cause__ is not None:
+        told = self._socket.send_if_room(Failed(type(error).__name__ if expected else "EngineError", text))
+        if isinstance(error, CheckpointError | ConfigError):
+            # Not a bug but news for the person who started this, which the server process delivers in one line.
+            if not told:
+                log.error("%s", text)
+        elif not expected or error.__cause__ is not None:
             log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         else:
             log.error("%s", text)
-        self._socket.send_if_room(Failed(type(error).__name__ if expected else "EngineError", text))
         self._exit_code = 1
 
     # --- messages -------------------------------------------------------------------------------
