@@ -15,7 +15,7 @@ from tests.tiny_models import bpe_vocab, write_tiny_llama
 from twinjet import LLM, AsyncLLM, Completion, EngineOptions, SamplingParams
 from twinjet.core.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 
-TINY = EngineOptions(max_streams=4, threads=1, kv_memory=4 << 20, token_budget=64)
+TINY = EngineOptions(max_streams=4, threads=1, kv_memory=4 << 20, token_budget=4)
 PROMPT = "Hello world"
 
 
@@ -168,7 +168,7 @@ def test_the_async_one_gives_the_same_inside_a_running_loop(llm: LLM, tiny: str,
 def test_a_program_that_forgets_to_close_leaves_nothing_behind(tiny: str, home: Path):
     code = (
         "import sys; from twinjet import LLM, EngineOptions\n"
-        "options = EngineOptions(max_streams=4, threads=1, kv_memory=4 << 20, token_budget=64)\n"
+        "options = EngineOptions(max_streams=4, threads=1, kv_memory=4 << 20, token_budget=4)\n"
         "llm = LLM(sys.argv[1], home=sys.argv[2], options=options)\n"
         "print(llm.assembly.orchestrator.stats().engines[0].pid)\n"
     )

@@ -7,8 +7,10 @@ from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "twinjet")
 TINY = ("--threads", "1", "--kv-memory", "4MiB")
-TINY_SERVER = (*TINY, "--max-streams", "4", "--token-budget", "64")
-"""Options that make an engine of the tiny model start fast; as in tests/test_api.py, whose programs are the same."""
+ONE_ROW = (*TINY, "--token-budget", "1")
+"""For `run` and `chat`: one program to compile."""
+TINY_SERVER = (*TINY, "--max-streams", "4", "--token-budget", "4")
+"""For `serve`, few programs to compile; as in tests/test_api.py, which finds them in the cache."""
 TIMEOUT_S = 300
 """Generous: a busy machine of two cores compiles slowly."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import COMMAND, TIMEOUT_S, TINY, environment, twinjet
+from tests.cli.command import COMMAND, ONE_ROW, TIMEOUT_S, environment, twinjet
 from twinjet.api import Delta
 from twinjet.cli.chat import Conversation
 from twinjet.core.errors import ContextTooLong
@@ -125,7 +125,7 @@ def test_a_full_context_is_said_and_the_message_is_taken_back(
 
 def test_a_scripted_conversation_through_a_pipe(home: Path, tiny: str):
     script = "/system Be brief.\nHello\n/temperature 0\nworld\n"
-    done = twinjet(home, "chat", tiny, "--max-tokens", "8", "--seed", "1", *TINY, stdin=script)
+    done = twinjet(home, "chat", tiny, "--max-tokens", "8", "--seed", "1", *ONE_ROW, stdin=script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("system: Be brief.\n")
     assert "\ntemperature: 0\n" in done.stdout
@@ -145,7 +145,7 @@ def test_a_conversation_on_a_terminal(home: Path, tiny: str):
         tiny,
         "--max-tokens",
         "8",
-        *TINY,
+        *ONE_ROW,
     )
     # A session of its own gets the terminal it opens first, so that Ctrl-C typed into it becomes a signal.
     process = subprocess.Popen(command, env={**environment(home), "TERM": "xterm"}, start_new_session=True)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 import twinjet as package
-from tests.cli.command import TINY, assert_one_clear_line, twinjet
+from tests.cli.command import ONE_ROW, assert_one_clear_line, twinjet
 from tests.cli.conftest import Served
 from tests.tiny_models import bpe_vocab, write_tiny_llama
 
@@ -66,7 +66,7 @@ def test_doctor_says_what_there_is(home: Path):
 
 
 def test_run_answers_as_the_server_does(home: Path, tiny: str, served: Served):
-    done = twinjet(home, "run", tiny, "Hello world", "--max-tokens", "12", *TINY)
+    done = twinjet(home, "run", tiny, "Hello world", "--max-tokens", "12", *ONE_ROW)
     assert done.returncode == 0, done.stderr
     body = {"messages": [{"role": "user", "content": "Hello world"}], "max_tokens": 12, "temperature": 0}
     answer = httpx.post(served.url + "/v1/chat/completions", json=body, timeout=60).json()

@@ -18,6 +18,7 @@ from twinjet.cli.options import (
     Model,
     Seed,
     Threads,
+    TokenBudget,
     TopK,
     TopP,
     engine_options,
@@ -51,12 +52,20 @@ def chat(
     threads: Threads = None,
     kv_memory: KVMemory = None,
     exact: Exact = False,
+    token_budget: TokenBudget = None,
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands."""
     from twinjet.cli.session import open_with_progress, sampling_params, start_with_progress
 
     sampling = sampling_params(temperature, top_k, top_p, min_p, seed)
-    options = engine_options(context=context, max_streams=1, threads=threads, kv_memory=kv_memory, exact=exact)
+    options = engine_options(
+        context=context,
+        max_streams=1,
+        threads=threads,
+        kv_memory=kv_memory,
+        exact=exact,
+        token_budget=token_budget,
+    )
     opened = open_with_progress(model)
     if opened.template is None:
         raise ConfigError(

@@ -31,7 +31,7 @@ Exact = Annotated[
     bool, typer.Option("--exact", help="Reference arithmetic: float32 on the dequantised weights, float32 KV.")
 ]
 TokenBudget = Annotated[
-    int | None, typer.Option(help="Most rows in one step.  [default: 512, or --max-streams where that is more]")
+    int | None, typer.Option(help="Most rows in one step.  [default: 512, or as many as there are streams]")
 ]
 PipelineDepth = Annotated[int, typer.Option(help="Steps planned ahead: the one running and those queued behind it.")]
 PrefillEngines = Annotated[
@@ -56,7 +56,7 @@ def engine_options(
     threads: int | None,
     kv_memory: str | None,
     exact: bool,
-    token_budget: int | None = None,
+    token_budget: int | None,
     pipeline_depth: int = 2,
     prefill: int = 0,
     decode: int = 0,

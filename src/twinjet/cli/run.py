@@ -16,6 +16,7 @@ from twinjet.cli.options import (
     PrefillEngines,
     Seed,
     Threads,
+    TokenBudget,
     TopK,
     TopP,
     engine_options,
@@ -40,6 +41,7 @@ def run(
     threads: Threads = None,
     kv_memory: KVMemory = None,
     exact: Exact = False,
+    token_budget: TokenBudget = None,
     prefill: PrefillEngines = 0,
     decode: DecodeEngines = 0,
 ) -> None:
@@ -58,6 +60,7 @@ def run(
         threads=threads,
         kv_memory=kv_memory,
         exact=exact,
+        token_budget=token_budget,
         prefill=prefill,
         decode=decode,
     )
