@@ -70,7 +70,15 @@ def test_available_memory_is_capped_by_every_control_group(tmp_path: Path):
     # File pages are given up when somebody needs the memory.
     outer["sys/fs/cgroup/outer/memory.stat"] = "anon 5\ninactive_file 100000\n"
     inner = {"sys/fs/cgroup/outer/inner/memory.max": "max", "sys/fs/cgroup/outer/inner/memory.current": "1"}
-    assert machine.available_memory(write(root, {**outer, **inner})) == 700000
+    write(root, {**outer, **inner})
+    assert machine.available_memory(root) == 700000
+    assert machine.total_memory(root) == 1000000
+
+
+def test_memory_to_plan_with_is_steady_while_half_of_it_is_available():
+    assert machine.steady_memory(900, 1600) == machine.steady_memory(1500, 1600) == 1600
+    assert machine.steady_memory(799, 1600) == machine.steady_memory(400, 1600) == 800
+    assert machine.steady_memory(0, 1600) == 0
 
 
 def test_instruction_sets_and_name_come_from_cpuinfo(tmp_path: Path):

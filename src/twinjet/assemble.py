@@ -10,7 +10,7 @@ from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.checkpoints.pull import ProgressCallback, resolve_model
 from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
 from twinjet.core.errors import ConfigError
-from twinjet.machine import available_memory, format_bytes, usable_cores
+from twinjet.machine import available_memory, format_bytes, steady_memory, total_memory, usable_cores
 from twinjet.models.config import ModelConfig
 from twinjet.options import EngineOptions
 from twinjet.orchestrator.orchestrator import Orchestrator
@@ -21,7 +21,7 @@ DEFAULT_TOKEN_BUDGET = 512
 PAGE_SIZE = 16
 
 KV_SHARE = 8
-"""Without --kv-memory, the pools of all engines take one part in this many of the memory available at start."""
+"""Without --kv-memory, the pools of all engines take one part in this many of the memory, halved where most is taken."""
 KV_MOST_SHARE = 2
 """One part in this many of it at most, where one context needs more than that; a longer context is capped."""
 
@@ -108,7 +108,11 @@ def assemble(model: OpenedModel, options: EngineOptions, home: Path) -> Assembly
     Raises: ConfigError.
     """
     config = engine_config(
-        model, options, home, memory_bytes=available_memory(), physical_cores=usable_cores().physical
+        model,
+        options,
+        home,
+        memory_bytes=steady_memory(available_memory(), total_memory()),
+        physical_cores=usable_cores().physical,
     )
     return Assembly(model, config, options.roles, Orchestrator(config, roles=options.roles))
 

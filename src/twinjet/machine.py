@@ -75,8 +75,24 @@ def available_memory(root: Path = _ROOT) -> int:
 
 
 def total_memory(root: Path = _ROOT) -> int:
-    """Bytes of memory in the machine."""
-    return _meminfo(root, "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that this process could ever have: the machine's, capped by every enclosing control group."""
+    total = _meminfo(root, "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [
+        _number(group / name) for group in _control_groups(root) for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
+def steady_memory(available_bytes: int, total_bytes: int) -> int:
+    """Bytes to plan with: the total, halved until half of it is available.
+
+    Steady from start to start where the available memory is not: a pool of another size is another
+    program, and what the last start compiled could not be used.
+    """
+    planned = total_bytes
+    while planned // 2 > available_bytes:
+        planned //= 2
+    return planned
 
 
 def instruction_sets(root: Path = _ROOT) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ class EngineOptions:
     threads: int | None = None
     """Compute threads of each engine. None: the physical cores, shared out."""
     kv_memory: int | None = None
-    """Bytes of each engine's KV pool. None: a share of the memory available."""
+    """Bytes of each engine's KV pool. None: a share of the memory."""
     exact: bool = False
     """Reference ops in float32 on the dequantised weights."""
     token_budget: int | None = None
