@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from twinjet.core.config import CacheConfig
 from twinjet.models.config import ModelConfig
-from twinjet.ops.params import KVCache
+from twinjet.ops.params import KVCache, as_stored
 
 MOVE_TOKENS = 512
 """Tokens moved by one run of the export or import program; longer ranges take several runs."""
@@ -48,10 +48,9 @@ def gather_pages(cache: KVCache, rows: Int[Array, " M"]) -> Float[Array, "L 2 M 
 @partial(jax.jit, donate_argnums=0)
 def scatter_pages(cache: KVCache, rows: Int[Array, " M"], kv: Float[Array, "L 2 M K H"]) -> KVCache:
     """The pool, which is consumed, with canonical pages written to some rows."""
-
     return KVCache(
-        cache.keys.at[:, rows].set(kv[:, 0].astype(cache.keys.dtype), mode="drop"),
-        cache.values.at[:, rows].set(kv[:, 1].astype(cache.values.dtype), mode="drop"),
+        cache.keys.at[:, rows].set(as_stored(kv[:, 0], cache.keys.dtype), mode="drop"),
+        cache.values.at[:, rows].set(as_stored(kv[:, 1], cache.values.dtype), mode="drop"),
     )
 
 
@@ -64,6 +63,9 @@ def export_range(cache: KVCache, page_ids: tuple[int, ...], start: int, stop: in
 def import_range(cache: KVCache, page_ids: tuple[int, ...], start: int, kv: np.ndarray, page_size: int) -> KVCache:
     """The pool, which is consumed, with `kv` [L, 2, tokens, K, H] at positions from `start`."""
     num_tokens = kv.shape[2]
+    # One scatter program, whatever comes. Too large a number becomes infinite here, and the largest there.
+    with np.errstate(over="ignore"):
+        kv = kv.astype(cache.keys.dtype, copy=False)
     for move, rows in enumerate(pool_rows(page_ids, start, start + num_tokens, page_size)):
         part = kv[:, :, move * MOVE_TOKENS : (move + 1) * MOVE_TOKENS]
         padding = MOVE_TOKENS - part.shape[2]

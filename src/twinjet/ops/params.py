@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -54,6 +55,12 @@ class KVCache:
 
     keys: Float[Array, "L P*G K H"]
     values: Float[Array, "L P*G K H"]
+
+
+def as_stored(kv: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """Keys or values as a pool of `dtype` keeps them: what is too large for the type becomes its largest number."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(kv, -largest, largest).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)

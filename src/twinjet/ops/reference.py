@@ -17,7 +17,7 @@ from twinjet.core.rope import RopeConfig
 from twinjet.ops.attention import NO_WINDOW, Pool, attend_singles, attend_tiles
 from twinjet.ops.batch import Batch
 from twinjet.ops.ops import Block
-from twinjet.ops.params import KVCache, Layer, Params, RawLayer, Sampled, WeightTensor
+from twinjet.ops.params import KVCache, Layer, Params, RawLayer, Sampled, WeightTensor, as_stored
 from twinjet.ops.sampling import sample
 from twinjet.ops.specs import AttendSpec, EmbedSpec, HeadSpec, MLPSpec, ProjectSpec, QKVSpec
 
@@ -77,8 +77,8 @@ class ReferenceOps:
             q, k = rotate(q, cos, sin, spec.rope[0]), rotate(k, cos, sin, spec.rope[0])
             rows = self._cache_rows(batch)
             return q, KVCache(
-                cache.keys.at[layer.index, rows].set(k.astype(cache.keys.dtype), mode="drop"),
-                cache.values.at[layer.index, rows].set(v.astype(cache.values.dtype), mode="drop"),
+                cache.keys.at[layer.index, rows].set(as_stored(k, cache.keys.dtype), mode="drop"),
+                cache.values.at[layer.index, rows].set(as_stored(v, cache.values.dtype), mode="drop"),
             )
 
     def attend(
