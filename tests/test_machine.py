@@ -78,7 +78,7 @@ def test_available_memory_is_capped_by_every_control_group(tmp_path: Path):
 def test_memory_to_plan_with_is_steady_while_half_of_it_is_available():
     assert machine.steady_memory(900, 1600) == machine.steady_memory(1500, 1600) == 1600
     assert machine.steady_memory(799, 1600) == machine.steady_memory(400, 1600) == 800
-    assert machine.steady_memory(0, 1600) == 0
+    assert machine.steady_memory(0, 1600) == 1
 
 
 def test_instruction_sets_and_name_come_from_cpuinfo(tmp_path: Path):
