@@ -21,7 +21,7 @@ DEFAULT_TOKEN_BUDGET = 512
 PAGE_SIZE = 16
 
 KV_SHARE = 8
-"""Without --kv-memory, the pools of all engines take one part in this many of the memory, halved where most is taken."""
+"""Without --kv-memory, the pools of all engines take one part in this many of the memory to plan with."""
 KV_MOST_SHARE = 2
 """One part in this many of it at most, where one context needs more than that; a longer context is capped."""
 
