@@ -1,0 +1,314 @@
+#include "matmul.h"
+
+#include <cmath>
+
+namespace twinjet {
+namespace {
+
+// A group this small is nothing: its scale's inverse would overflow.
+constexpr float kVanishing = 1e-30f;
+
+TWINJET_INLINE __m256i broadcast4(const void* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return _mm256_set1_epi32(bits);
+}
+
+TWINJET_INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+template <Format F>
+struct Scales;  // scale and minimum of the 8 columns of a half
+
+template <int64_t At>
+struct HalfScales {
+  static TWINJET_INLINE __m256 scale(const uint8_t* group, int half) {
+    return load_f16(reinterpret_cast<const uint16_t*>(group + At) + 8 * half);
+  }
+  static TWINJET_INLINE __m256 minimum(const uint8_t* group, int half) {
+    return load_f16(reinterpret_cast<const uint16_t*>(group + At + 32) + 8 * half);
+  }
+};
+
+template <int64_t At>
+struct FloatScales {
+  static TWINJET_INLINE __m256 scale(const uint8_t* group, int half) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(group + At) + 8 * half);
+  }
+  static TWINJET_INLINE __m256 minimum(const uint8_t* group, int half) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(group + At + 64) + 8 * half);
+  }
+};
+
+template <> struct Scales<Format::kQ4> : HalfScales<256> {
+  static TWINJET_INLINE __m256 minimum(const uint8_t* group, int half) {
+    return _mm256_mul_ps(scale(group, half), _mm256_set1_ps(-8.0f));  // exact
+  }
+};
+template <> struct Scales<Format::kQ4M> : HalfScales<256> {};
+template <> struct Scales<Format::kQ4MF> : FloatScales<256> {};
+template <> struct Scales<Format::kQ8> : HalfScales<512> {};
+template <> struct Scales<Format::kQ8M> : HalfScales<512> {};
+template <> struct Scales<Format::kQ8MF> : FloatScales<512> {};
+template <> struct Scales<Format::kQ8H> : FloatScales<512> {};
+
+constexpr bool has_minimum(Format f) { return f != Format::kQ8 && f != Format::kQ8H; }
+
+// With few rows the weights come from memory as fast as it can, if they are asked for early enough.
+constexpr int64_t kPrefetchAhead = 1024;
+
+template <Format F, int R>
+TWINJET_INLINE void prefetch_group(const uint8_t* group) {
+  if constexpr (R <= 4) {
+    for (int64_t line = 0; line < group_bytes(F); line += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(group + kPrefetchAhead + line), _MM_HINT_T0);
+    }
+  }
+}
+
+// acc += scales * dot + minima * sum, for both halves of all rows.
+template <Format F, int R>
+TWINJET_INLINE void add_group(__m256 (&acc)[R][2], const __m256i (&dot)[R][2], const uint8_t* group,
+                              const float* scales) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const __m256 scale = Scales<F>::scale(group, half);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(scales + 2 * r));
+      acc[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[r][half]), both, acc[r][half]);
+    }
+    if constexpr (has_minimum(F)) {
+      const __m256 minimum = Scales<F>::minimum(group, half);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        acc[r][half] = _mm256_fmadd_ps(minimum, _mm256_broadcast_ss(scales + 2 * r + 1), acc[r][half]);
+      }
+    }
+  }
+}
+
+template <Format F, int R>
+void tile_q4(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups, float* out) {
+  __m256 acc[R][2];
+  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  const __m256i ones = _mm256_set1_epi16(1);
+  const __m256i mask = _mm256_set1_epi8(15);
+  for (int64_t g = 0; g < num_groups; ++g) {
+    prefetch_group<F, R>(group);
+    // 16-bit sums cannot overflow: 8 products of pairs, each at most 2 * 15 * 127.
+    __m256i dot[R][2];
+    for (auto& row : dot) row[0] = row[1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int step = 0; step < 8; ++step) {
+      // The same 64 bytes twice: low nibbles, then, four steps on, the high ones.
+      __m256i w0 = load(group + (step & 3) * 64), w1 = load(group + (step & 3) * 64 + 32);
+      if (step >= 4) {
+        w0 = _mm256_srli_epi16(w0, 4);
+        w1 = _mm256_srli_epi16(w1, 4);
+      }
+      w0 = _mm256_and_si256(w0, mask);
+      w1 = _mm256_and_si256(w1, mask);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast4(a + r * kGroup + 4 * step);
+        dot[r][0] = _mm256_add_epi16(dot[r][0], _mm256_maddubs_epi16(w0, x));
+        TWINJET_PIN(dot[r][0]);
+        dot[r][1] = _mm256_add_epi16(dot[r][1], _mm256_maddubs_epi16(w1, x));
+        TWINJET_PIN(dot[r][1]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      dot[r][0] = _mm256_madd_epi16(dot[r][0], ones);
+      dot[r][1] = _mm256_madd_epi16(dot[r][1], ones);
+    }
+    add_group<F, R>(acc, dot, group, scales);
+    group += group_bytes(F);
+    a += R * kGroup;
+    scales += 2 * R;
+  }
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
+    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
+  }
+}
+
+template <Format F, int R>
+void tile_q8(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups, float* out) {
+  constexpr int kParts = F == Format::kQ8H ? 2 : 1;  // scales within the 32 inputs
+  constexpr int kPairs = 16 / kParts;
+  __m256 acc[R][2];
+  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  for (int64_t g = 0; g < num_groups; ++g) {
+    prefetch_group<F, R>(group);
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      __m256i dot[R][2];
+      for (auto& row : dot) row[0] = row[1] = _mm256_setzero_si256();
+#pragma GCC unroll 16
+      for (int pair = part * kPairs; pair < (part + 1) * kPairs; ++pair) {
+        const __m128i* w = reinterpret_cast<const __m128i*>(group + 32 * pair);
+        const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128(w));
+        const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128(w + 1));
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+          const __m256i x = broadcast4(a + r * kGroup + 2 * pair);
+          dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(w0, x));
+          TWINJET_PIN(dot[r][0]);
+          dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(w1, x));
+          TWINJET_PIN(dot[r][1]);
+        }
+      }
+      add_group<F, R>(acc, dot, group + 64 * part, scales);
+    }
+    group += group_bytes(F);
+    a += R * kGroup;
+    scales += 2 * R;
+  }
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
+    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
+  }
+}
+
+template <Format F>
+TWINJET_INLINE __m256 load_floats(const uint8_t* group, int64_t at) {
+  if constexpr (F == Format::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(group) + at);
+  const uint16_t* p = reinterpret_cast<const uint16_t*>(group) + at;
+  if constexpr (F == Format::kF16) return load_f16(p);
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+template <Format F, int R>
+void tile_float(const uint8_t* group, const float* a, int64_t num_groups, float* out) {
+  __m256 acc[R][2];
+  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  for (int64_t g = 0; g < num_groups; ++g) {
+    prefetch_group<F, R>(group);
+#pragma GCC unroll 4
+    for (int k = 0; k < kGroup; ++k) {
+      const __m256 w0 = load_floats<F>(group, k * kPanel), w1 = load_floats<F>(group, k * kPanel + 8);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m256 x = _mm256_broadcast_ss(a + r * kGroup + k);
+        acc[r][0] = _mm256_fmadd_ps(w0, x, acc[r][0]);
+        acc[r][1] = _mm256_fmadd_ps(w1, x, acc[r][1]);
+      }
+    }
+    group += group_bytes(F);
+    a += R * kGroup;
+  }
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
+    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
+  }
+}
+
+template <int R>
+void multiply_rows(const Activations& acts, int64_t tile, const Segment& segment, const uint8_t* panel, float* out) {
+  const int64_t groups = segment.num_groups;
+#define TWINJET_CASE(kind, format, ...) \
+  case Format::format: return tile_##kind<Format::format, R>(panel, __VA_ARGS__, groups, out);
+#define TWINJET_INT8 acts.int8_tile(tile), acts.scales8_tile(tile)
+#define TWINJET_INT16 acts.int16_tile(tile), acts.scales16_tile(tile)
+  switch (segment.format) {
+    TWINJET_CASE(float, kF32, acts.float_tile(tile))
+    TWINJET_CASE(float, kF16, acts.float_tile(tile))
+    TWINJET_CASE(float, kBF16, acts.float_tile(tile))
+    TWINJET_CASE(q4, kQ4, TWINJET_INT8)
+    TWINJET_CASE(q4, kQ4M, TWINJET_INT8)
+    TWINJET_CASE(q4, kQ4MF, TWINJET_INT8)
+    TWINJET_CASE(q8, kQ8, TWINJET_INT16)
+    TWINJET_CASE(q8, kQ8M, TWINJET_INT16)
+    TWINJET_CASE(q8, kQ8MF, TWINJET_INT16)
+    TWINJET_CASE(q8, kQ8H, TWINJET_INT16)
+  }
+#undef TWINJET_INT16
+#undef TWINJET_INT8
+#undef TWINJET_CASE
+}
+
+// Largest magnitude of 32 floats.
+TWINJET_INLINE float largest(const __m256 (&v)[4]) {
+  return max8(_mm256_max_ps(_mm256_max_ps(abs8(v[0]), abs8(v[1])), _mm256_max_ps(abs8(v[2]), abs8(v[3]))));
+}
+
+}  // namespace
+
+Activations::Activations(const KernelScope& scope, const Matrix& matrix, int64_t num_rows)
+    : plan(num_rows), num_inputs(matrix.num_inputs), num_groups((matrix.num_inputs + kGroup - 1) / kGroup) {
+  const int64_t groups = num_rows * num_groups;
+  if (matrix.needs(Activation::kInt8)) {
+    int8_ = scope.scratch().take<int8_t>(groups * kGroup);
+    scales8_ = scope.scratch().take<float>(groups * 2);
+  }
+  if (matrix.needs(Activation::kInt16)) {
+    int16_ = scope.scratch().take<int16_t>(groups * kGroup);
+    scales16_ = scope.scratch().take<float>(groups * 2);
+  }
+  if (matrix.needs(Activation::kFloat)) float_ = scope.scratch().take<float>(groups * kGroup);
+}
+
+void Activations::set_group(int64_t row, int64_t group, const float* values) const {
+  const int64_t tile = plan.tile_of(row), first = plan.first_row(tile);
+  const int64_t at = first * num_groups + group * plan.rows(tile) + (row - first);
+  __m256 v[4];
+  for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(values + 8 * i);
+  if (float_ != nullptr) {
+    for (int i = 0; i < 4; ++i) _mm256_storeu_ps(float_ + at * kGroup + 8 * i, v[i]);
+  }
+  if (int8_ == nullptr && int16_ == nullptr) return;
+  const float peak = largest(v);
+  const bool vanishes = peak < kVanishing;
+  if (int8_ != nullptr) {
+    const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 127.0f / peak);
+    __m256i q[4];
+    for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+    const int32_t sum = sum8(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])));
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    // Packing works within 128-bit lanes: put the eight runs of four back in order.
+    const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(int8_ + at * kGroup), ordered);
+    const float scale = vanishes ? 0.0f : peak / 127.0f;
+    scales8_[2 * at] = scale;
+    scales8_[2 * at + 1] = scale * static_cast<float>(sum);
+  }
+  if (int16_ != nullptr) {
+    const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 32767.0f / peak);
+    __m256i q[4];
+    for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+    const int32_t sum = sum8(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])));
+    for (int i = 0; i < 4; i += 2) {
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[i], q[i + 1]), 0xD8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(int16_ + at * kGroup + 8 * i), packed);
+    }
+    const float scale = vanishes ? 0.0f : peak / 32767.0f;
+    scales16_[2 * at] = scale;
+    scales16_[2 * at + 1] = scale * static_cast<float>(sum);
+  }
+}
+
+void Activations::set_row(int64_t row, const float* values) const {
+  const int64_t whole = num_inputs / kGroup;
+  for (int64_t g = 0; g < whole; ++g) set_group(row, g, values + g * kGroup);
+  if (whole < num_groups) {
+    float rest[kGroup] = {};
+    std::copy(values + whole * kGroup, values + num_inputs, rest);
+    set_group(row, whole, rest);
+  }
+}
+
+void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, float* out) {
+  const uint8_t* weights = segment.panel(panel);
+  switch (acts.plan.rows(tile)) {
+    case 1: return multiply_rows<1>(acts, tile, segment, weights, out);
+    case 2: return multiply_rows<2>(acts, tile, segment, weights, out);
+    case 3: return multiply_rows<3>(acts, tile, segment, weights, out);
+    case 4: return multiply_rows<4>(acts, tile, segment, weights, out);
+    case 5: return multiply_rows<5>(acts, tile, segment, weights, out);
+    case 6: return multiply_rows<6>(acts, tile, segment, weights, out);
+  }
+}
+
+}  // namespace twinjet

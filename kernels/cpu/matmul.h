@@ -1,0 +1,110 @@
+// Products of a few or many rows with a packed matrix.
+//
+// A row's result is an exact integer dot product for each group of 32 inputs, then one chain of float32 fused
+// multiply-adds over the groups in order. Nothing in it depends on the other rows, on tiles or on threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "simd.h"
+#include "threads.h"
+#include "weights.h"
+
+namespace twinjet {
+
+// Rows of a microkernel: 12 accumulators of 8 columns fill the 16 registers together with their operands.
+constexpr int64_t kTileRows = 6;
+
+// Rows cut into the fewest tiles of up to kTileRows, as even as possible.
+struct TilePlan {
+  explicit TilePlan(int64_t num_rows) : num_rows(num_rows) {
+    num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    small = num_tiles ? num_rows / num_tiles : 0;
+    num_large = num_tiles ? num_rows % num_tiles : 0;
+  }
+  int64_t first_row(int64_t tile) const { return tile * small + std::min(tile, num_large); }
+  int64_t rows(int64_t tile) const { return small + (tile < num_large); }
+  int64_t tile_of(int64_t row) const {
+    const int64_t in_large = num_large * (small + 1);
+    return row < in_large ? row / (small + 1) : num_large + (row - in_large) / small;
+  }
+
+  int64_t num_rows, num_tiles, small, num_large;
+};
+
+// Rows as kernels read them: within a tile of R rows [group][R][32], and for integers [group][R] pairs of the scale
+// and scale * sum of the group.
+class Activations {
+ public:
+  // `num_inputs` as in the matrix; memory from the scope's scratch. Holds the kinds that `matrix` needs.
+  Activations(const KernelScope& scope, const Matrix& matrix, int64_t num_rows);
+
+  // Sets one group of one row from 32 floats (zeros past the last input).
+  void set_group(int64_t row, int64_t group, const float* values) const;
+  // Sets a row from its inputs.
+  void set_row(int64_t row, const float* values) const;
+
+  const TilePlan plan;
+  const int64_t num_inputs;
+  const int64_t num_groups;
+  const int8_t* int8_tile(int64_t tile) const { return int8_ + plan.first_row(tile) * num_groups * kGroup; }
+  const int16_t* int16_tile(int64_t tile) const { return int16_ + plan.first_row(tile) * num_groups * kGroup; }
+  const float* float_tile(int64_t tile) const { return float_ + plan.first_row(tile) * num_groups * kGroup; }
+  const float* scales8_tile(int64_t tile) const { return scales8_ + plan.first_row(tile) * num_groups * 2; }
+  const float* scales16_tile(int64_t tile) const { return scales16_ + plan.first_row(tile) * num_groups * 2; }
+
+ private:
+  int8_t* int8_ = nullptr;
+  int16_t* int16_ = nullptr;
+  float* float_ = nullptr;
+  float* scales8_ = nullptr;
+  float* scales16_ = nullptr;
+};
+
+// out [R, 16] = one tile times one panel.
+void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, float* out);
+
+// Rows whose activations stay in the second-level cache while panels go by.
+constexpr int64_t kBlockTiles = 22;
+
+// Work of about this many multiply-adds is worth claiming on its own.
+constexpr int64_t kTaskProducts = 64 * 1024;
+
+// Times all panels of a matrix: done(column, num_columns, first_row, num_rows, tile [num_rows, 16]), once for every
+// panel and tile, from any thread.
+template <class Done>
+void multiply(const KernelScope& scope, const Matrix& matrix, const Activations& acts, Done&& done) {
+  int64_t num_panels = 0;
+  for (int64_t i = 0; i < matrix.num_segments; ++i) num_panels += matrix.segments[i].num_panels();
+  const int64_t num_tiles = acts.plan.num_tiles;
+  if (num_tiles == 0) return;
+  const int64_t num_blocks = (num_tiles + kBlockTiles - 1) / kBlockTiles;
+  const int64_t block_tiles = (num_tiles + num_blocks - 1) / num_blocks;
+  const int64_t rows = std::min(acts.plan.num_rows, block_tiles * kTileRows);
+  const int64_t panel_products = kPanel * matrix.num_inputs * std::max<int64_t>(1, rows / 2);
+  const int64_t even = (num_panels + 4 * scope.pool().num_threads() - 1) / (4 * scope.pool().num_threads());
+  const int64_t grain = std::max<int64_t>(1, std::min(even, kTaskProducts / panel_products));
+  const int64_t chunks = (num_panels + grain - 1) / grain;
+  scope.pool().run(num_blocks * chunks, [&](int64_t task, int) {
+    const int64_t block = task / chunks;
+    const int64_t first_tile = block * block_tiles, last_tile = std::min(num_tiles, first_tile + block_tiles);
+    const int64_t first_panel = task % chunks * grain, last_panel = std::min(num_panels, first_panel + grain);
+    alignas(32) float out[kTileRows * kPanel];
+    int64_t segment_index = 0, passed = 0;
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      while (panel - passed >= matrix.segments[segment_index].num_panels()) {
+        passed += matrix.segments[segment_index++].num_panels();
+      }
+      const Segment& segment = matrix.segments[segment_index];
+      const int64_t column = (panel - passed) * kPanel;
+      const int64_t num_columns = std::min(kPanel, segment.num_columns - column);
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        multiply_tile(acts, tile, segment, panel - passed, out);
+        done(segment.first_column + column, num_columns, acts.plan.first_row(tile), acts.plan.rows(tile), out);
+      }
+    }
+  });
+}
+
+}  // namespace twinjet
