@@ -97,6 +97,14 @@ def test_chat_renders_the_template(llm: LLM):
     assert result == llm.generate([rendered], max_tokens=8)[0]
 
 
+def test_a_chat_gets_the_bos_that_its_template_leaves_out(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    tokenizer = llm.assembly.model.tokenizer
+    monkeypatch.setattr(tokenizer, "add_bos", True)
+    monkeypatch.setattr(tokenizer, "bos_id", 0)
+    ids = llm.chat([{"role": "user", "content": "Hello"}], max_tokens=1).prompt_token_ids
+    assert tokenizer.decode(ids, skip_special=False).startswith("<|endoftext|><|im_start|>user")
+
+
 def test_a_stream_is_the_result_in_pieces(llm: LLM):
     whole = generate_one(llm, logprobs=0)
     deltas = list(llm.stream(PROMPT, max_tokens=8, ignore_eos=True, logprobs=0))
@@ -122,6 +130,7 @@ def test_leaving_a_stream_early_ends_its_request(llm: LLM):
     [
         ({"prompts": ""}, InvalidRequest),
         ({"prompts": [[]]}, InvalidRequest),
+        ({"prompts": [1, 2, 3]}, InvalidRequest),
         ({"prompts": [[10**6]]}, InvalidRequest),
         ({"prompts": PROMPT, "max_tokens": 0}, InvalidRequest),
         ({"prompts": PROMPT, "max_tokens": 1000}, ContextTooLong),

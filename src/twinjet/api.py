@@ -26,7 +26,10 @@ from twinjet.assemble import Assembly, OpenedModel, assemble, open_model
 from twinjet.core.errors import ConfigError, InvalidRequest, StepFailed
 from twinjet.core.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from twinjet.options import DEFAULT_MODEL, EngineOptions, default_home
+from twinjet.text.chat import encode_chat
 from twinjet.text.stream import TextStream
+
+__all__ = ["GREEDY", "LLM", "AsyncLLM", "Completion", "Delta", "Messages", "Prompt", "StartProgress", "Usage"]
 
 Prompt = str | Sequence[int]
 """Text, which gets the model's BOS where it has one, or token ids, which are taken as they are."""
@@ -215,6 +218,12 @@ class AsyncLLM:
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.assembly.model.tokenizer.encode(prompt, add_special=True))
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(
+                f"a prompt is a text or a sequence of token ids, got {prompt!r}; "
+                "the ids of one prompt go into a list of their own: [[1, 2, 3]]",
+                "prompt",
+            )
         return tuple(prompt)
 
     def _chat_ids(self, messages: Messages) -> tuple[int, ...]:
@@ -223,7 +232,7 @@ class AsyncLLM:
             raise InvalidRequest(
                 f"{model.name} is a base model without a chat template; use generate() with a prompt", "messages"
             )
-        return tuple(model.tokenizer.encode(model.template.render([dict(message) for message in messages])))
+        return tuple(encode_chat(model.tokenizer, model.template, [dict(message) for message in messages]))
 
     def _request(
         self,
@@ -286,20 +295,16 @@ class AsyncLLM:
 
 def _delta(event: TokenEvent, text: TextStream) -> Delta:
     """Text of an event's tokens, up to the first that completes a stop string."""
-    pieces: list[str] = []
-    for count, token_id in enumerate(event.token_ids, start=1):
-        piece = text.push([token_id])
-        pieces.append(piece.text)
-        if piece.stop is not None:
-            logprobs = event.logprobs[:count] if event.logprobs is not None else None
-            return Delta("".join(pieces), event.token_ids[:count], logprobs, "stop")
-    finish_reason = event.finish_reason
-    if finish_reason is not None:
-        last = text.finish()
-        pieces.append(last.text)
-        if last.stop is not None:
-            finish_reason = "stop"
-    return Delta("".join(pieces), event.token_ids, event.logprobs, finish_reason)
+    pushed = text.push(event.token_ids)
+    if pushed.stop is not None:
+        count = pushed.num_tokens
+        logprobs = event.logprobs[:count] if event.logprobs is not None else None
+        return Delta(pushed.text, event.token_ids[:count], logprobs, "stop")
+    if event.finish_reason is None:
+        return Delta(pushed.text, event.token_ids, event.logprobs)
+    last = text.finish()
+    finish_reason = "stop" if last.stop is not None else event.finish_reason
+    return Delta(pushed.text + last.text, event.token_ids, event.logprobs, finish_reason)
 
 
 class LLM:
