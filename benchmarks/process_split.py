@@ -5,7 +5,8 @@
 A fake step (process_split.cc) keeps two threads busy for a set time and reads its own stamps; its state is
 donated. A device thread takes plans from a queue kept two deep; a loop thread makes plans and handles results.
 FastAPI under uvicorn and uvloop serves 16 SSE streams in closed loop, and takes a POST of 100,000 token ids
-every 500 ms. Modes, alternated within one run:
+every 500 ms. All modes are started once; one at a time runs, in windows of two seconds, while the others are
+stopped by signal: so whatever else the machine does meets all modes alike. Modes:
 
     thread        loop and device threads inside the server; results by call_soon_threadsafe
     thread-switch the same with sys.setswitchinterval(0.0001)
@@ -15,6 +16,7 @@ every 500 ms. Modes, alternated within one run:
 Two kinds of step. `wall` ends at a set time, however little of a core it got, as on an accelerator: lost
 throughput is gaps and late ends. `work` ends when each thread has had its CPU time, as real kernels do: every
 microsecond that Python takes from the two cores is lost too. The clocks of all processes are CLOCK_MONOTONIC.
+"others' cores" is what programs that are no part of this took of the machine meanwhile.
 """
 
 import argparse
@@ -53,13 +55,13 @@ BIG_PROMPT_TOKENS = 100_000
 BIG_PROMPT_INTERVAL_S = 0.5
 MAX_ROWS = 32
 PLAN_US = 200
-QUIET_CORES = 0.15
-"""A window in which other programs took more than this is left out, where two quieter ones remain."""
+SETTLE_S = 0.4
+"""From waking a mode's processes to the start of its window."""
 PIPELINE_DEPTH = 2
 STATE_FLOATS = 1 << 20
 LOADS = (("wall", 5), ("wall", 10), ("wall", 25), ("work", 10))
 """(kind of step, its milliseconds)."""
-MODES = ("thread", "thread-switch", "process")
+MODES = ("alone", "thread", "thread-switch", "process")
 
 
 # --- engine: device thread and loop thread --------------------------------------------------------
@@ -162,12 +164,6 @@ class Engine:
 
 
 def run_engine_process(directory: Path) -> None:
-    def die_with_server() -> None:
-        """The server holds the other end of standard input open for as long as it lives."""
-        sys.stdin.read()
-        os._exit(1)
-
-    threading.Thread(target=die_with_server, daemon=True).start()
     wire = EngineSocket(f"ipc://{directory}/engines", 0, 0)
 
     def poll() -> list[ToEngine]:
@@ -298,7 +294,7 @@ def start_engine_thread(directory: Path, streams: Streams) -> Running:
 
 async def start_engine_process(directory: Path, streams: Streams) -> Running:
     wire = ServerSocket(f"ipc://{directory}/engines")
-    process = start_role("engine", directory, stdin=subprocess.PIPE)
+    process = start_role("engine", directory)
     await wire.recv()  # the progress that says it is warm
 
     def send(message: ToEngine) -> None:
@@ -341,7 +337,7 @@ async def run_server(directory: Path, mode: str) -> None:
     app = create_app(streams, stop_engine)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(json.dumps({"port": listener.getsockname()[1], "pids": engine.pids}), flush=True)
-    config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
+    config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False, timeout_keep_alive=3600)
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
@@ -367,7 +363,8 @@ async def run_streams(directory: Path, port: int) -> None:
                             print("ready", flush=True)
                         arrivals.append((int(line[13 : line.index(b'"', 13)]), time.monotonic_ns()))
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    no_timeout = aiohttp.ClientTimeout(total=None)  # pauses of the whole set-up count for nothing
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=no_timeout) as session:
         readers = [asyncio.create_task(reader(session)) for _ in range(NUM_STREAMS)]
         await asyncio.wait([*readers, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
         await asyncio.gather(*readers)
@@ -383,7 +380,7 @@ async def run_poster(directory: Path, port: int) -> None:
     took: list[tuple[int, float]] = []
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         at = time.monotonic()
         while not stop.is_set():
             sent = time.monotonic_ns()
@@ -394,7 +391,7 @@ async def run_poster(directory: Path, port: int) -> None:
             if not took:
                 print("ready", flush=True)
             took.append((sent, (time.monotonic_ns() - sent) / 1e9))
-            at += BIG_PROMPT_INTERVAL_S
+            at = max(at + BIG_PROMPT_INTERVAL_S, time.monotonic())  # after a pause, no catching up
             await asyncio.sleep(at - time.monotonic())
     np.save(directory / "posts.npy", np.array(took))
 
@@ -404,7 +401,13 @@ async def run_poster(directory: Path, port: int) -> None:
 
 def start_role(role: str, directory: Path, *more: str, **options) -> subprocess.Popen:
     command = [sys.executable, str(Path(__file__)), "--role", role, "--directory", str(directory), *more]
-    return subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **options)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **options)
+
+
+def die_with_parent() -> None:
+    """The parent holds the other end of standard input open for as long as it lives."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def calibrate_plan(target_us: float) -> int:
@@ -442,83 +445,100 @@ class Cores:
         return busy - host_cpu_s([process.pid for process in ours])
 
 
-def stop(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGTERM)
-    if process.wait(30) not in (0, -signal.SIGTERM):
-        raise RuntimeError(f"{process.args} exited with {process.returncode}")
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A measured stretch of one mode."""
+
+    kind: str
+    step_ms: int
+    begin: int
+    end: int
+    """ns of CLOCK_MONOTONIC."""
+    cpu_s: float
+    """CPU time of server and engine, kernels included."""
+    others_cores: float
 
 
-def run_mode(
-    mode: str, library: Path, plan_loops: int, window_s: float, repeats: int
-) -> list[tuple[str, int, dict[str, float]]]:
-    """One start of one mode, all loads in turn; [(kind, step_ms, figures)].
+class Setup:
+    """Server, engine and clients of one mode; they run between `resume` and `pause` only."""
 
-    A window that other programs disturbed is measured again, `repeats` times at most.
-    """
-    with tempfile.TemporaryDirectory(prefix="split-") as name:
-        directory = Path(name)
+    def __init__(self, mode: str, directory: Path, library: Path, plan_loops: int):
+        self._mode, self._directory = mode, directory
+        self._processes: list[subprocess.Popen] = []
+        self._windows: list[Window] = []
+        directory.mkdir(mode=0o700)
         (directory / "process_split.so").symlink_to(library)
         (directory / "plan_loops").write_text(str(plan_loops))
-        control = np.memmap(directory / "control", np.int32, "w+", shape=(2,))
-        control[:] = (10_000, 0)
-        server = start_role("server", directory, "--mode", mode, stdout=subprocess.PIPE)
-        clients: list[subprocess.Popen] = []
-        try:
-            if server.stdout is None or not (line := server.stdout.readline()):
-                raise RuntimeError(f"the server of mode {mode} did not start")
-            ready = json.loads(line)
-            if mode != "alone":
-                for role in ("streams", "poster"):
-                    port = str(ready["port"])
-                    clients.append(start_role(role, directory, "--port", port, stdout=subprocess.PIPE))
-                for client in clients:
-                    if client.stdout is None or not client.stdout.readline():
-                        raise RuntimeError(f"{client.args} did not start")
-            time.sleep(0.5)
-            windows = []
-            for kind, step_ms in LOADS:
-                control[:] = (step_ms * 1000, kind == "work")
-                time.sleep(0.4)
-                for _ in range(1 + repeats):
-                    begin, cpu, cores = time.monotonic_ns(), host_cpu_s(ready["pids"]), Cores()
-                    time.sleep(window_s)
-                    cpu, others = host_cpu_s(ready["pids"]) - cpu, cores.others()
-                    windows.append((kind, step_ms, begin, time.monotonic_ns(), cpu, others))
-                    if others <= QUIET_CORES:
-                        break
-            control[:] = (1000, 0)  # readers finish their last request soon
-            for process in [*clients, server]:
-                stop(process)
-        finally:
-            for process in [*clients, server]:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-        stamps = np.load(directory / "stamps.npy")
-        empty = np.zeros((0, 2))
-        arrivals = np.load(directory / "arrivals.npy") if clients else empty
-        posts = np.load(directory / "posts.npy") if clients else empty
-        return [(kind, ms, figures(stamps, arrivals, posts, ms, *window)) for kind, ms, *window in windows]
+        self._control = np.memmap(directory / "control", np.int32, "w+", shape=(2,))
+        self._control[:] = (10_000, 0)
+
+    def start(self) -> None:
+        ready = json.loads(self._start("server", "--mode", self._mode))
+        self._engine_pids: list[int] = ready["pids"]
+        if self._mode != "alone":
+            for role in ("streams", "poster"):
+                self._start(role, "--port", str(ready["port"]))
+
+    def _start(self, role: str, *more: str) -> bytes:
+        """The first line of output of a new process."""
+        process = start_role(role, self._directory, *more, stdout=subprocess.PIPE)
+        self._processes.append(process)
+        if process.stdout is None or not (line := process.stdout.readline()):
+            raise RuntimeError(f"the role {role} of mode {self._mode} did not start")
+        return line
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in {*self._engine_pids, *(process.pid for process in self._processes)}:
+            os.kill(pid, number)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def measure(self, kind: str, step_ms: int, window_s: float) -> None:
+        self._control[:] = (step_ms * 1000, kind == "work")
+        self.resume()
+        time.sleep(SETTLE_S)
+        begin, cpu_s, cores = time.monotonic_ns(), host_cpu_s(self._engine_pids), Cores()
+        time.sleep(window_s)
+        cpu_s, others_cores = host_cpu_s(self._engine_pids) - cpu_s, cores.others()
+        self._windows.append(Window(kind, step_ms, begin, time.monotonic_ns(), cpu_s, others_cores))
+        self.pause()
+
+    def finish(self) -> list[tuple[Window, dict[str, float]]]:
+        """End all processes; the figures of each window."""
+        self._control[:] = (1000, 0)  # readers finish their last request soon
+        self.resume()
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+            if process.wait(30) not in (0, -signal.SIGTERM):
+                raise RuntimeError(f"{process.args} exited with {process.returncode}")
+        stamps = np.load(self._directory / "stamps.npy")
+        arrivals = posts = np.zeros((0, 2))
+        if self._mode != "alone":
+            arrivals, posts = np.load(self._directory / "arrivals.npy"), np.load(self._directory / "posts.npy")
+        return [(window, figures(stamps, arrivals, posts, window)) for window in self._windows]
+
+    def kill(self) -> None:
+        """An engine process ends by itself when its server has."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
 
 
-def figures(
-    stamps: np.ndarray,
-    arrivals: np.ndarray,
-    posts: np.ndarray,
-    step_ms: int,
-    begin: int,
-    end: int,
-    cpu_s: float,
-    others_cores: float,
-) -> dict[str, float]:
-    """Figures of one window from `stamps` [steps, (start, end, cpu)], `arrivals` [chunks, (step, at)], all in ns."""
+def figures(stamps: np.ndarray, arrivals: np.ndarray, posts: np.ndarray, window: Window) -> dict[str, float]:
+    """From `stamps` [steps, (start, end, cpu)] and `arrivals` [chunks, (step, at)] in ns, `posts` [n, (sent, s)]."""
+    begin, end, cpu_s, step_ms = window.begin, window.end, window.cpu_s, window.step_ms
     inside = stamps[(stamps[:, 0] >= begin) & (stamps[:, 1] <= end)]
     gaps = (inside[1:, 0] - inside[:-1, 1]) / 1e6
     lengths = (inside[:, 1] - inside[:, 0]) / 1e6
     span_ms = (inside[-1, 1] - inside[0, 0]) / 1e6
     result = {
         "steps": float(len(inside)),
-        "others_cores": others_cores,
+        "others_cores": window.others_cores,
         "gap_p50_ms": float(np.percentile(gaps, 50)),
         "gap_p99_ms": float(np.percentile(gaps, 99)),
         "gap_max_ms": float(gaps.max()),
@@ -534,21 +554,18 @@ def figures(
         latency = (chunks[:, 1] - stamps[chunks[:, 0].astype(int), 1]) / 1e6
         result["latency_p50_ms"], result["latency_p99_ms"] = (float(x) for x in np.percentile(latency, (50, 99)))
         result["delivered_tok_s"] = len(chunks) / ((end - begin) / 1e9)
-        posted = posts[(posts[:, 0] >= begin) & (posts[:, 0] <= end), 1]
+        posted = posts[(posts[:, 0] >= begin) & (posts[:, 0] + posts[:, 1] * 1e9 <= end), 1]
         result["post_p50_ms"] = float(np.median(posted) * 1e3)
     return result
 
 
-def summarise(windows: list[dict[str, float]]) -> dict:
-    """Median and spread of each figure over the quiet windows."""
-    quiet = [window for window in windows if window["others_cores"] <= QUIET_CORES]
-    kept = quiet if len(quiet) >= 2 else windows
-    columns = {key: [figures[key] for figures in kept] for key in kept[0]}
-    spread = {
+def summarise(windows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median and spread of each figure over all windows."""
+    columns = {key: [window[key] for window in windows] for key in windows[0]}
+    return {
         key: {"median": statistics.median(values), "min": min(values), "max": max(values)}
         for key, values in columns.items()
     }
-    return {"windows": len(windows), "windows_kept": len(kept), "windows_quiet": len(quiet), "figures": spread}
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -586,36 +603,41 @@ COLUMNS = (
 
 
 def table(results: list[dict]) -> str:
-    head = ["step", "mode", *(column[0] for column in COLUMNS), "quiet windows"]
+    head = ["step", "mode", *(column[0] for column in COLUMNS)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in results:
         cells = [
             pattern.format(row["figures"][key]["median"] * scale) if key in row["figures"] else ""
             for _, key, pattern, scale in COLUMNS
         ]
-        cells.append(f"{row['windows_quiet']} of {row['windows']}")
         lines.append(f"| {row['step_ms']} ms {row['kind']} | {row['mode']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def drive(rounds: int, window_s: float, repeats: int, json_path: str | None) -> None:
-    with tempfile.TemporaryDirectory(prefix="split-") as name:
-        library = compile_device(Path(name))
-        plan_loops = calibrate_plan(PLAN_US)
-        load_average = os.getloadavg()[0]
-        measured: dict[tuple[str, str, int], list[dict[str, float]]] = {}
-        schedule = ["alone"]
-        for r in range(rounds):  # each round begins with another mode, so that drift of the machine favours none
-            schedule += [MODES[(r + i) % len(MODES)] for i in range(len(MODES))]
-        schedule.append("alone")
-        for n, mode in enumerate(schedule):
-            print(f"{n + 1}/{len(schedule)} {mode}", file=sys.stderr, flush=True)
-            for kind, step_ms, result in run_mode(mode, library, plan_loops, window_s, repeats):
-                measured.setdefault((mode, kind, step_ms), []).append(result)
+def drive(rounds: int, window_s: float, json_path: str | None) -> None:
+    load_average = os.getloadavg()[0]
+    measured: dict[tuple[str, str, int], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="split-") as name, contextlib.ExitStack() as stack:
+        directory = Path(name)
+        library, plan_loops = compile_device(directory), calibrate_plan(PLAN_US)
+        setups: dict[str, Setup] = {}
+        for mode in MODES:
+            setups[mode] = Setup(mode, directory / mode, library, plan_loops)
+            stack.callback(setups[mode].kill)
+            setups[mode].start()
+            setups[mode].pause()
+        for n in range(rounds):
+            print(f"round {n + 1} of {rounds}", file=sys.stderr, flush=True)
+            for kind, step_ms in LOADS:
+                for i in range(len(MODES)):
+                    setups[MODES[(n + i) % len(MODES)]].measure(kind, step_ms, window_s)
+        for mode, setup in setups.items():
+            for window, result in setup.finish():
+                measured.setdefault((mode, window.kind, window.step_ms), []).append(result)
     results = [
-        {"kind": kind, "step_ms": ms, "mode": mode, **summarise(measured[mode, kind, ms])}
+        {"kind": kind, "step_ms": ms, "mode": mode, "figures": summarise(measured[mode, kind, ms])}
         for kind, ms in LOADS
-        for mode in ("alone", *MODES)
+        for mode in MODES
     ]
     print(table(results))
     if json_path:
@@ -627,7 +649,6 @@ def drive(rounds: int, window_s: float, repeats: int, json_path: str | None) -> 
             "load_average_at_start": load_average,
             "rounds": rounds,
             "window_s": window_s,
-            "quiet_cores": QUIET_CORES,
             "streams": NUM_STREAMS,
             "plan_us": PLAN_US,
             "short_switch_interval_s": SHORT_SWITCH_INTERVAL_S,
@@ -638,16 +659,17 @@ def drive(rounds: int, window_s: float, repeats: int, json_path: str | None) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--window", type=float, default=2.5, help="measured seconds of each mode and step length")
-    parser.add_argument("--repeats", type=int, default=1, help="of a window that other programs disturbed")
+    parser.add_argument("--rounds", type=int, default=8, help="windows of each mode and step length")
+    parser.add_argument("--window", type=float, default=2.0, help="measured seconds of each")
     parser.add_argument("--json", metavar="FILE", help="write medians and spread here")
     parser.add_argument("--role", choices=("driver", "server", "engine", "streams", "poster"), default="driver")
     for internal in ("--directory", "--mode", "--port"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.role != "driver":
+        threading.Thread(target=die_with_parent, daemon=True).start()
     if args.role == "driver":
-        drive(args.rounds, args.window, args.repeats, args.json)
+        drive(args.rounds, args.window, args.json)
     elif args.role == "server":
         import uvloop
 
