@@ -272,6 +272,20 @@ def test_requests_end_when_the_engine_does_not_come_back_in_time():
     asyncio.run(scenario())
 
 
+def test_requests_outlast_a_restart_that_takes_long_but_gets_on():
+    async def scenario():
+        # Longer in all than requests wait for an engine that does not move; 2.5 s between two signs of life.
+        patience = Patience(recovery_s=4.0)
+        async with running("fake?warm_ms=7500&step_ms=2", patience=patience) as orchestrator:
+            stream = orchestrator.submit(request("a", max_tokens=200))
+            os.kill(engine_pid(orchestrator), signal.SIGKILL)
+            outcome = await collect(stream)
+            assert outcome.finish_reason == "length", outcome.error
+            assert outcome.tokens == expected_tokens((5, 6, 7), 200)
+
+    asyncio.run(scenario())
+
+
 def test_requests_end_when_the_engine_cannot_be_started_again(tmp_path):
     async def scenario():
         # Loads once; every later incarnation finds the file.

@@ -118,6 +118,7 @@ class Orchestrator:
             sweep("twinjet-")
             self._socket = ServerSocket()
             self._socket.on_bad_frame = self._bad_frame
+            # Handed on, not read: what engines are to do is in their configuration.
             environment = worker_environment(os.environ, self._jax_platforms)
             self._supervisors = [self._supervisor(engine, self._socket.endpoint, environment) for engine in self._pool]
             self._tasks = [self._spawn(self._receive(self._socket), "receive"), self._spawn(self._watch(), "watch")]
@@ -320,6 +321,8 @@ class Orchestrator:
                 engine.idle_ticks = 0
                 self._dispatcher.pages_imported(engine, message)
             case Progress():
+                # On its way: who waits may go on waiting.
+                self._outage_ticks = 0
                 engine.progress = f"{message.stage} {message.done}/{message.total}"
                 if self._on_progress is not None:
                     self._on_progress(engine.engine_id, message.stage, message.done, message.total)

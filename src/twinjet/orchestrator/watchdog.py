@@ -23,7 +23,7 @@ class Patience:
     start_s: float = 600.0
     """A starting engine that reports no progress for longer is killed."""
     recovery_s: float = 120.0
-    """Requests wait this long for an engine when none is ready; then they end with `error`."""
+    """When no engine is ready and none gets on with its start for this long, requests end with `error`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
