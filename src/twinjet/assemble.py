@@ -8,7 +8,7 @@ from pathlib import Path
 
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.checkpoints.pull import ProgressCallback, resolve_model
-from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
+from twinjet.core.config import KV_ITEM_BYTES, CacheConfig, EngineConfig, KVDtype, SchedulerConfig
 from twinjet.core.errors import ConfigError
 from twinjet.machine import available_memory, format_bytes, steady_memory, total_memory, usable_cores
 from twinjet.models.config import ModelConfig
@@ -172,8 +172,8 @@ def pool_tokens(config: ModelConfig, options: EngineOptions, dtype: KVDtype, mem
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: KVDtype) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"float32": 4, "float16": 2}[dtype]
+    """Bytes of the keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_ITEM_BYTES[dtype]
 
 
 def _count(number: int) -> str:

@@ -7,6 +7,9 @@ from twinjet.core.errors import ConfigError
 
 KVDtype = Literal["float32", "float16"]
 
+KV_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2}
+"""Bytes of one number in the KV pool, by `KVDtype`."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:

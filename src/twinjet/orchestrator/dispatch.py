@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from twinjet.core.config import KV_ITEM_BYTES
 from twinjet.core.types import FinishReason, Request, TokenLogprobs
 from twinjet.orchestrator.journal import Attempt, Entry, HeldPages, Journal, ReplayLimits, submit_message
 from twinjet.orchestrator.pools import Engine, EnginePool
@@ -29,8 +30,6 @@ from twinjet.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class EngineFault(Exception):
@@ -325,4 +324,4 @@ def _logprobs(logprobs: Logprobs | None) -> TokenLogprobs | None:
 
 
 def _size_bytes(handle: PagesHandle) -> int:
-    return prod(handle.shape) * _ITEM_BYTES.get(handle.dtype, 4)
+    return prod(handle.shape) * KV_ITEM_BYTES.get(handle.dtype, 0)
