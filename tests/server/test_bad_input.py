@@ -153,6 +153,7 @@ def cases() -> Iterator[Case]:
             yield bad(ask(path, **{name: value}), name, words)
         yield bad(ask(path, model="gpt-4"), "model", "'fake'", "model_not_found", 404)
         yield bad(ask(path, model=""), "model", "'fake'", "model_not_found", 404)
+        yield bad(ask(path, model="x" * 100_000), "model", f"'{'x' * 100}' is not served", "model_not_found", 404)
         yield bad(ask(path, foo=1), "foo", "unknown field `foo`")
         yield bad(ask(path, Prompt="a"), "Prompt", "unknown field `Prompt`")
         yield bad(ask(path, **{"a\nb": 1}), "a\nb", "unknown field")

@@ -26,7 +26,9 @@ class ServedModel:
     def check_name(self, asked: str | None) -> None:
         """Raises ModelNotFound unless `asked` is the served model or absent."""
         if asked is not None and asked != self.name:
-            raise ModelNotFound(f"the model {asked!r} is not served here; the one that is: {self.name!r}", "model")
+            # A name is the client's own text, but no reason to send a megabyte of it back.
+            shown = asked[:100]
+            raise ModelNotFound(f"the model {shown!r} is not served here; the one that is: {self.name!r}", "model")
 
     def ready_info(self) -> EngineInfo | None:
         """The engines' limits, or None while they are starting."""
