@@ -8,7 +8,7 @@ were made, on one device thread; that order is what makes page reuse, imports an
 Rows of a step lie in the order of `work`, each sequence's rows side by side.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -110,5 +110,5 @@ class StepOutput:
     """Monotonic clock when the device began the step."""
     ended_s: float = 0.0
     """Monotonic clock when the device finished it."""
-    num_padding_rows: int = field(default=0)
+    num_padding_rows: int = 0
     """Rows the bucket added."""

@@ -1,9 +1,13 @@
 """Messages to bytes and back. Anything that does not fit the schema is a `WireError`, never a guess."""
 
+from typing import TypeVar
+
 import msgspec
 
 from twinjet.core.errors import EngineError
 from twinjet.wire.messages import MAX_MESSAGE_BYTES, Message, ToEngine, ToOrchestrator
+
+T = TypeVar("T")
 
 
 class WireError(EngineError):
@@ -19,20 +23,20 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_engine(data: bytes) -> ToEngine:
+def decode_to_engine(frame: bytes) -> ToEngine:
     """Raises: WireError."""
-    return _decode(_to_engine, data)
+    return _decode(_to_engine, frame)
 
 
-def decode_to_orchestrator(data: bytes) -> ToOrchestrator:
+def decode_to_orchestrator(frame: bytes) -> ToOrchestrator:
     """Raises: WireError."""
-    return _decode(_to_orchestrator, data)
+    return _decode(_to_orchestrator, frame)
 
 
-def _decode(decoder, data: bytes):
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
-        return decoder.decode(data)
+        return decoder.decode(frame)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of this version: {error}") from None
