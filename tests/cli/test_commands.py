@@ -1,9 +1,7 @@
 """The commands that need no engine, or one for a single answer."""
 
-import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -77,10 +75,9 @@ def test_run_wants_one_prompt(home: Path, tiny: str):
     assert_one_clear_line(twinjet(home, "run", tiny, "Hello", "world"), "quotes")
 
 
-def test_run_checks_sampling_before_anything_starts(home: Path, tiny: str):
-    began = time.monotonic()
-    assert_one_clear_line(twinjet(home, "run", tiny, "Hello", "--temperature", "-1"), "temperature")
-    assert time.monotonic() - began < 30
+def test_run_checks_sampling_before_anything_starts(home: Path):
+    # Whatever started first would fail on this model first.
+    assert_one_clear_line(twinjet(home, "run", "missing.gguf", "Hello", "--temperature", "-1"), "temperature")
 
 
 def test_a_base_model_cannot_chat(home: Path, tmp_path: Path):
@@ -89,6 +86,5 @@ def test_a_base_model_cannot_chat(home: Path, tmp_path: Path):
 
 
 def test_a_home_that_cannot_be_written_is_one_line(tmp_path: Path):
-    if os.geteuid() == 0:
-        (tmp_path / "file").write_text("")
-        assert_one_clear_line(twinjet(tmp_path / "file", "pull", "smollm2"), "file")
+    (tmp_path / "file").write_text("")
+    assert_one_clear_line(twinjet(tmp_path / "file", "pull", "smollm2"), "file")

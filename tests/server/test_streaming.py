@@ -206,9 +206,7 @@ def test_a_client_that_goes_away_ends_its_sequences(streamed: bool, n: int):
                     received += client.recv(65536)
             wait_for(lambda: len(orchestrator.running) == n)
             assert orchestrator.aborted == []
-        left = time.monotonic()
         wait_for(lambda: not orchestrator.running)
-        assert time.monotonic() - left < 1
         assert len(orchestrator.aborted) == n
         page = server.http.get("/metrics").text
     assert f'twinjet_request_success_total{{finished_reason="cancelled"}} {n}.0' in page
