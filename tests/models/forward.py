@@ -11,7 +11,7 @@ import numpy as np
 from tests.ops.ragged import Rows, batch_of, table_width
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.core.config import CacheConfig
-from twinjet.engine.kv_cache import create_cache
+from twinjet.engine.kv_cache import pool_shape
 from twinjet.models.config import ModelConfig
 from twinjet.models.registry import forward_of, load_params
 from twinjet.ops.batch import Batch, StepLayout
@@ -33,7 +33,7 @@ def whole_prompt_logits(path: Path, token_ids: list[int]) -> np.ndarray:
     batch = batch_of(layout, [Rows(1, 0, T)], page_table)
     samples = dataclasses.replace(batch.samples, row=jnp.asarray(np.arange(T, dtype=np.int32)))
     batch = dataclasses.replace(batch, token_ids=jnp.asarray(np.array(token_ids, np.int32)), samples=samples)
-    cache = create_cache(config, CacheConfig(PAGE_SIZE, num_pages, "float32"))
+    cache = ReferenceOps(PAGE_SIZE).create_cache(pool_shape(config, CacheConfig(PAGE_SIZE, num_pages, "float32")))
     return np.asarray(_forward(config, params, cache, batch))
 
 

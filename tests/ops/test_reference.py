@@ -52,7 +52,7 @@ def test_mlp(rng: np.random.Generator, activation, post_norm: bool) -> None:
         "mlp_post_norm": _normal(rng, D),
     }
     x = _normal(rng, T, D)
-    out = OPS.mlp_add(_layer(weights), jnp.asarray(x), MLPSpec(activation, EPS, post_norm))
+    out = OPS.mlp_add(_layer(weights), jnp.asarray(x), None, MLPSpec(activation, EPS, post_norm))
     gate, up = np.split(_norm(x, weights["mlp_norm"]) @ weights["gate_up"].T.astype(np.float64), 2, axis=1)
     curve = {"silu": lambda g: g / (1 + np.exp(-g)), "gelu_tanh": _gelu_tanh}[activation]
     y = (curve(gate) * up) @ weights["down"].T.astype(np.float64)
@@ -64,7 +64,7 @@ def test_mlp(rng: np.random.Generator, activation, post_norm: bool) -> None:
 def test_project(rng: np.random.Generator, post_norm: bool) -> None:
     weights = {"out": _normal(rng, D, F), "out_post_norm": _normal(rng, D)}
     attended, x = _normal(rng, T, F), _normal(rng, T, D)
-    out = OPS.project_add(_layer(weights), jnp.asarray(attended), jnp.asarray(x), ProjectSpec(EPS, post_norm))
+    out = OPS.project_add(_layer(weights), jnp.asarray(attended), jnp.asarray(x), None, ProjectSpec(EPS, post_norm))
     y = attended.astype(np.float64) @ weights["out"].T
     expected = x + (_norm(y, weights["out_post_norm"]) if post_norm else y)
     np.testing.assert_allclose(np.asarray(out), expected, atol=2e-5, rtol=1e-5)
@@ -142,6 +142,11 @@ def test_layers_are_packed_by_part_and_run_in_order(rng: np.random.Generator) ->
     class Tensor:
         name: str
         values: np.ndarray
+        quant: str = "F32"
+
+        @property
+        def data(self) -> np.ndarray:
+            return self.values
 
         @property
         def shape(self) -> tuple[int, ...]:

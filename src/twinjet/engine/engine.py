@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,16 @@ from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.core.config import EngineConfig
 from twinjet.core.errors import CheckpointError
 from twinjet.core.plan import Plan, StepOutput
+from twinjet.engine.backend import choose_ops
 from twinjet.engine.buckets import bucket_for, choose_buckets
 from twinjet.engine.compiles import CompileCounter
 from twinjet.engine.kv_cache import (
     MOVE_TOKENS,
     NOWHERE,
-    create_cache,
     export_range,
     gather_pages,
     import_range,
+    pool_shape,
     scatter_pages,
 )
 from twinjet.engine.packing import StepPacker
@@ -31,11 +33,12 @@ from twinjet.models.registry import forward_of, load_params
 from twinjet.ops.attention import PIECE_TOKENS
 from twinjet.ops.batch import StepLayout
 from twinjet.ops.ops import Ops
-from twinjet.ops.params import KVCache, Params
 from twinjet.ops.reference import ReferenceOps
 
 
-def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
+def load_engine(
+    config: EngineConfig, on_progress: Callable[[str, int, int], None], *, kernels: bool = False
+) -> "Engine":
     """An engine with the model's weights on the device, not yet warm.
 
     Raises: CheckpointError.
@@ -45,7 +48,7 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     checkpoint = read_checkpoint(config.model_path)
-    ops = ReferenceOps(config.cache.page_size)
+    ops = choose_ops(config, checkpoint.config) if kernels else ReferenceOps(config.cache.page_size)
     params = load_params(
         ops, checkpoint.config, checkpoint.tensors, lambda done, total: on_progress("load", done, total)
     )
@@ -55,7 +58,7 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
 class Engine:
     """One model on one device (or mesh). All methods are called from one thread."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, ops: Ops, params: Params) -> None:
+    def __init__(self, config: EngineConfig, model: ModelConfig, ops: Ops, params: Any) -> None:
         limits, cache = config.scheduler, config.cache
         if limits.context > model.context_length:
             raise CheckpointError(
@@ -64,7 +67,7 @@ class Engine:
         self._ops = ops
         self._params = params
         self._page_size = cache.page_size
-        self._cache = create_cache(model, cache)
+        self._cache = ops.create_cache(pool_shape(model, cache))
         self._last_token = jnp.zeros(limits.max_streams, jnp.int32)
         self._buckets = choose_buckets(limits.token_budget)
         pages_per_piece = PIECE_TOKENS // cache.page_size
@@ -83,7 +86,7 @@ class Engine:
 
     @property
     def backend(self) -> str:
-        return f"{self._ops.name} ({jax.default_backend()})"
+        return self._ops.name
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -105,8 +108,8 @@ class Engine:
                 self._run(self._packer.pack(Plan(step_id=-1), rows), rows)
                 on_progress(done + 1, total)
         nowhere = np.full(MOVE_TOKENS, NOWHERE, np.int32)
-        kv = np.asarray(gather_pages(self._cache, nowhere))
-        self._cache = scatter_pages(self._cache, nowhere, kv)
+        kv = np.asarray(gather_pages(self._ops, self._cache, nowhere))
+        self._cache = scatter_pages(self._ops, self._cache, nowhere, kv)
         jax.block_until_ready(self._cache)
         on_progress(total, total)
         self._compiles.reset()
@@ -116,7 +119,7 @@ class Engine:
         started_s = time.monotonic()
         self._packer.grant(plan.grants)
         for move in plan.imports:
-            self._cache = import_range(self._cache, move.page_ids, move.start, move.kv, self._page_size)
+            self._cache = import_range(self._ops, self._cache, move.page_ids, move.start, move.kv, self._page_size)
         num_rows = plan.num_rows
         result, padding = None, 0
         if num_rows:
@@ -124,7 +127,8 @@ class Engine:
             padding = bucket - num_rows
             result = self._run(self._packer.pack(plan, bucket), bucket)
         exports = tuple(
-            export_range(self._cache, move.page_ids, move.start, move.stop, self._page_size) for move in plan.exports
+            export_range(self._ops, self._cache, move.page_ids, move.start, move.stop, self._page_size)
+            for move in plan.exports
         )
         return _output(plan, result, exports, started_s, time.monotonic(), padding)
 
@@ -146,25 +150,20 @@ def run_step(
     ops: Ops,
     model: ModelConfig,
     layout: StepLayout,
-    params: Params,
-    cache: KVCache,
+    params: Any,
+    cache: Any,
     last_token: jax.Array,
     packed: jax.Array,
-) -> tuple[KVCache, jax.Array, jax.Array]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """One forward pass over all rows and the choice of tokens.
 
     Cache and last tokens [B] are consumed. The result packs, for each sample, the token, its
     log-probability and the most likely ids and theirs: [S, 2 + 2 n] int32, floats as their bits.
     """
-    batch = layout.unpack(packed, last_token)
+    batch = ops.read_batch(layout, packed, last_token)
     logits, cache = forward_of(model)(ops, model, params, cache, batch)
-    sampled = ops.sample(logits, batch)
-    live = jnp.arange(layout.max_samples) < batch.samples.count
-    slot = jnp.where(live, batch.samples.slot, layout.num_slots)
-    last_token = last_token.at[slot].set(sampled.token_ids, mode="drop")
-    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    columns = [sampled.token_ids[:, None], bits(sampled.logprobs)[:, None], sampled.top_ids, bits(sampled.top_logprobs)]
-    return cache, last_token, jnp.concatenate(columns, axis=1)
+    result, last_token = ops.sample(logits, batch, last_token)
+    return cache, last_token, result
 
 
 def _output(

@@ -27,8 +27,8 @@ def forward(
     def block(layer: Layer, x: Float[Array, "T D"], cache: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
         q, cache = ops.qkv(layer, x, cache, batch, qkv)
         attended = ops.attend(layer, q, cache, batch, attend)
-        x = ops.project_add(layer, attended, x, project)
-        return ops.mlp_add(layer, x, mlp), cache
+        x = ops.project_add(layer, attended, x, batch, project)
+        return ops.mlp_add(layer, x, batch, mlp), cache
 
     x = ops.embed(params, batch, EmbedSpec(config.embedding_scale))
     x, cache = ops.run_layers(block, params, x, cache)

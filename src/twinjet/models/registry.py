@@ -1,13 +1,13 @@
 """Which architecture is computed by which file, and which checkpoint tensors it takes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from twinjet.core.errors import CheckpointError
 from twinjet.models import gemma3, llama
 from twinjet.models.config import ModelConfig
 from twinjet.ops.ops import Ops
-from twinjet.ops.params import Params, RawLayer, WeightTensor
+from twinjet.ops.params import RawModel, WeightTensor
 
 Forward = Callable[..., tuple[Any, Any]]
 
@@ -43,7 +43,7 @@ def load_params(
     config: ModelConfig,
     tensors: Mapping[str, WeightTensor],
     on_progress: Callable[[int, int], None],
-) -> Params:
+) -> Any:
     """Weights in the backend's form. `on_progress(done, total)` counts layers and the two matrices.
 
     Raises: CheckpointError, naming a tensor that is missing.
@@ -54,17 +54,10 @@ def load_params(
             raise CheckpointError(f"the model file has no tensor {name}, which {config.architecture} needs")
         return tensors[name]
 
-    total = config.num_layers + 2
-    embedding = ops.pack_matrix(tensor("token_embd.weight"))
-    on_progress(1, total)
-
-    def raw_layers() -> Iterator[RawLayer]:
-        parts = _PARTS[config.architecture].items()
-        for index in range(config.num_layers):
-            yield {part: [tensor(f"blk.{index}.{name}.weight") for name in names] for part, names in parts}
-            on_progress(index + 2, total)
-
-    layers = ops.pack_layers(raw_layers(), config.num_layers)
-    head = None if config.tied_head else ops.pack_matrix(tensor("output.weight"))
-    on_progress(total, total)
-    return Params(embedding, layers, ops.pack_matrix(tensor("output_norm.weight")), head)
+    parts = _PARTS[config.architecture].items()
+    layers = [
+        {part: [tensor(f"blk.{index}.{name}.weight") for name in names] for part, names in parts}
+        for index in range(config.num_layers)
+    ]
+    head = None if config.tied_head else tensor("output.weight")
+    return ops.pack(RawModel(tensor("token_embd.weight"), layers, tensor("output_norm.weight"), head), on_progress)

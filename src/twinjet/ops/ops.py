@@ -1,19 +1,20 @@
 """The operations that models are written in. A backend implements all of them, and may fuse inside one, never across.
 
 Chunking, paging, batching and sharding are the backend's business: a model sees rows [T, D] and nothing else.
+Weights, KV pool and batch are of the backend's own types, which only pass through models and the engine.
 `ReferenceOps` is every backend's oracle.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from twinjet.ops.batch import Batch
-from twinjet.ops.params import KVCache, Layer, Params, RawLayer, Sampled, WeightTensor
+from twinjet.ops.batch import StepLayout
+from twinjet.ops.params import PoolShape, RawModel
 from twinjet.ops.specs import AttendSpec, EmbedSpec, HeadSpec, MLPSpec, ProjectSpec, QKVSpec
 
-Block = Callable[[Layer, Any, KVCache], tuple[Any, KVCache]]
+Block = Callable[[Any, Any, Any], tuple[Any, Any]]
 """One transformer layer: (layer, x, cache) -> (x, cache)."""
 
 
@@ -23,40 +24,59 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack_layers(self, layers: Iterable[RawLayer], num_layers: int) -> dict[str, Array]:
-        """All layers' weights in this backend's own form; takes one layer at a time."""
+    def pack(self, raw: RawModel, on_progress: Callable[[int, int], None]) -> Any:
+        """All weights in this backend's own form. `on_progress(done, total)` counts layers and the two matrices."""
         ...
 
-    def pack_matrix(self, tensor: WeightTensor) -> Array:
-        """The embedding or head matrix in this backend's own form."""
+    def create_cache(self, shape: PoolShape) -> Any:
+        """A KV pool that holds nothing but finite numbers."""
+        ...
+
+    def gather(self, cache: Any, rows: Int[Array, " M"]) -> Float[Array, "L 2 M K H"]:
+        """Canonical pages of some pool rows (page * G + token), bit for bit; any numbers for rows out of range."""
+        ...
+
+    def scatter(self, cache: Any, rows: Int[Array, " M"], kv: Float[Array, "L 2 M K H"]) -> Any:
+        """The pool, which is consumed, with canonical pages written to some rows; those out of range are dropped."""
+        ...
+
+    def read_batch(self, layout: StepLayout, packed: Int[Array, " X"], last_token: Int[Array, " B"]) -> Any:
+        """The step as this backend's ops take it."""
         ...
 
     def run_layers(
-        self, block: Block, params: Params, x: Float[Array, "T D"], cache: KVCache
-    ) -> tuple[Float[Array, "T D"], KVCache]:
+        self, block: Block, params: Any, x: Float[Array, "T D"], cache: Any
+    ) -> tuple[Float[Array, "T D"], Any]:
         """Apply `block` to all layers in order."""
         ...
 
-    def embed(self, params: Params, batch: Batch, spec: EmbedSpec) -> Float[Array, "T D"]: ...
+    def embed(self, params: Any, batch: Any, spec: EmbedSpec) -> Float[Array, "T D"]: ...
 
     def qkv(
-        self, layer: Layer, x: Float[Array, "T D"], cache: KVCache, batch: Batch, spec: QKVSpec
-    ) -> tuple[Float[Array, "T N H"], KVCache]:
+        self, layer: Any, x: Float[Array, "T D"], cache: Any, batch: Any, spec: QKVSpec
+    ) -> tuple[Float[Array, "T N H"], Any]:
         """Queries of all rows; their keys and values are appended to the cache, which is consumed."""
         ...
 
     def attend(
-        self, layer: Layer, q: Float[Array, "T N H"], cache: KVCache, batch: Batch, spec: AttendSpec
+        self, layer: Any, q: Float[Array, "T N H"], cache: Any, batch: Any, spec: AttendSpec
     ) -> Float[Array, "T N*H"]: ...
 
     def project_add(
-        self, layer: Layer, attended: Float[Array, "T N*H"], x: Float[Array, "T D"], spec: ProjectSpec
+        self, layer: Any, attended: Float[Array, "T N*H"], x: Float[Array, "T D"], batch: Any, spec: ProjectSpec
     ) -> Float[Array, "T D"]: ...
 
-    def mlp_add(self, layer: Layer, x: Float[Array, "T D"], spec: MLPSpec) -> Float[Array, "T D"]: ...
+    def mlp_add(self, layer: Any, x: Float[Array, "T D"], batch: Any, spec: MLPSpec) -> Float[Array, "T D"]: ...
 
-    def head(self, params: Params, x: Float[Array, "T D"], batch: Batch, spec: HeadSpec) -> Float[Array, "S V"]:
+    def head(self, params: Any, x: Float[Array, "T D"], batch: Any, spec: HeadSpec) -> Float[Array, "S V"]:
         """Logits of the rows that sample."""
         ...
 
-    def sample(self, logits: Float[Array, "S V"], batch: Batch) -> Sampled: ...
+    def sample(
+        self, logits: Float[Array, "S V"], batch: Any, last_token: Int[Array, " B"]
+    ) -> tuple[Int[Array, "S 2+2n"], Int[Array, " B"]]:
+        """What was chosen, and the slots' last tokens, which are consumed, with it.
+
+        Packs, for each sample, the token, its log-probability and the most likely ids and theirs, floats as their bits.
+        """
+        ...

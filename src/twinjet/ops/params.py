@@ -19,6 +19,16 @@ class WeightTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def quant(self) -> str:
+        """Its GGUF type, as "Q4_1" or "F32"."""
+        ...
+
+    @property
+    def data(self) -> np.ndarray:
+        """As the file has it."""
+        ...
+
     def dequantize(self) -> np.ndarray:
         """float32 array of `shape`."""
         ...
@@ -29,6 +39,29 @@ RawLayer = Mapping[str, Sequence[WeightTensor]]
 
 Parts: attn_norm, qkv, q_norm, k_norm, out, out_post_norm, mlp_norm, gate_up, down, mlp_post_norm.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class RawModel:
+    """All weights of a checkpoint."""
+
+    embedding: WeightTensor
+    layers: Sequence[RawLayer]
+    final_norm: WeightTensor
+    head: WeightTensor | None
+    """None: tied, the embedding is the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Size and type of a KV pool."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
 
 
 @jax.tree_util.register_dataclass

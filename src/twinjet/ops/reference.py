@@ -4,20 +4,21 @@ Right and bounded in memory first. No array here grows with rows times context: 
 in pieces with a running softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from twinjet.core.rope import RopeConfig
 from twinjet.ops.attention import NO_WINDOW, Pool, attend_singles, attend_tiles
-from twinjet.ops.batch import Batch
+from twinjet.ops.batch import Batch, StepLayout
 from twinjet.ops.ops import Block
-from twinjet.ops.params import KVCache, Layer, Params, RawLayer, Sampled, WeightTensor, as_stored
+from twinjet.ops.params import KVCache, Layer, Params, PoolShape, RawLayer, RawModel, WeightTensor, as_stored
 from twinjet.ops.sampling import sample
 from twinjet.ops.specs import AttendSpec, EmbedSpec, HeadSpec, MLPSpec, ProjectSpec, QKVSpec
 
@@ -32,7 +33,42 @@ class ReferenceOps:
     """Plain arrays. Layers are scanned: unrolled, thirty layers compile for half a minute a bucket."""
 
     page_size: int
-    name: str = "reference"
+
+    @property
+    def name(self) -> str:
+        return f"reference ({jax.default_backend()})"
+
+    def pack(self, raw: RawModel, on_progress: Callable[[int, int], None]) -> Params:
+        total = len(raw.layers) + 2
+
+        def told(layers: Sequence[RawLayer]) -> Iterable[RawLayer]:
+            for index, layer in enumerate(layers):
+                yield layer
+                on_progress(index + 2, total)
+
+        embedding = self.pack_matrix(raw.embedding)
+        on_progress(1, total)
+        layers = self.pack_layers(told(raw.layers), len(raw.layers))
+        head = None if raw.head is None else self.pack_matrix(raw.head)
+        on_progress(total, total)
+        return Params(embedding, layers, self.pack_matrix(raw.final_norm), head)
+
+    def create_cache(self, shape: PoolShape) -> KVCache:
+        rows = (shape.num_layers, shape.num_pages * shape.page_size, shape.num_kv_heads, shape.head_dim)
+        return KVCache(jnp.zeros(rows, shape.dtype), jnp.zeros(rows, shape.dtype))
+
+    def gather(self, cache: KVCache, rows: Int[Array, " M"]) -> Float[Array, "L 2 M K H"]:
+        take = partial(jnp.take, indices=rows, axis=1, mode="clip")
+        return jnp.stack([take(cache.keys), take(cache.values)], axis=1)
+
+    def scatter(self, cache: KVCache, rows: Int[Array, " M"], kv: Float[Array, "L 2 M K H"]) -> KVCache:
+        return KVCache(
+            cache.keys.at[:, rows].set(as_stored(kv[:, 0], cache.keys.dtype), mode="drop"),
+            cache.values.at[:, rows].set(as_stored(kv[:, 1], cache.values.dtype), mode="drop"),
+        )
+
+    def read_batch(self, layout: StepLayout, packed: Int[Array, " X"], last_token: Int[Array, " B"]) -> Batch:
+        return layout.unpack(packed, last_token)
 
     def pack_layers(self, layers: Iterable[RawLayer], num_layers: int) -> dict[str, Array]:
         stacks: dict[str, np.ndarray] = {}
@@ -92,7 +128,12 @@ class ReferenceOps:
             return out.reshape(q.shape[0], -1)
 
     def project_add(
-        self, layer: Layer, attended: Float[Array, "T N*H"], x: Float[Array, "T D"], spec: ProjectSpec
+        self,
+        layer: Layer,
+        attended: Float[Array, "T N*H"],
+        x: Float[Array, "T D"],
+        batch: Batch | None,
+        spec: ProjectSpec,
     ) -> Float[Array, "T D"]:
         with jax.named_scope("project"):
             y = matmul(attended, layer.weights["out"])
@@ -100,7 +141,7 @@ class ReferenceOps:
                 y = rms_norm(y, layer.weights["out_post_norm"], spec.norm_eps)
             return x + y
 
-    def mlp_add(self, layer: Layer, x: Float[Array, "T D"], spec: MLPSpec) -> Float[Array, "T D"]:
+    def mlp_add(self, layer: Layer, x: Float[Array, "T D"], batch: Batch | None, spec: MLPSpec) -> Float[Array, "T D"]:
         with jax.named_scope("mlp"):
             h = rms_norm(x, layer.weights["mlp_norm"], spec.norm_eps)
             gate, up = jnp.split(matmul(h, layer.weights["gate_up"]), 2, axis=1)  # each [T, F]
@@ -114,9 +155,17 @@ class ReferenceOps:
             h = rms_norm(x[batch.samples.row], params.final_norm, spec.norm_eps)
             return matmul(h, params.embedding if params.head is None else params.head)
 
-    def sample(self, logits: Float[Array, "S V"], batch: Batch) -> Sampled:
+    def sample(
+        self, logits: Float[Array, "S V"], batch: Batch, last_token: Int[Array, " B"]
+    ) -> tuple[Int[Array, "S 2+2n"], Int[Array, " B"]]:
         with jax.named_scope("sample"):
-            return sample(logits, batch.samples)
+            sampled, samples = sample(logits, batch.samples), batch.samples
+            live = jnp.arange(logits.shape[0]) < samples.count
+            slot = jnp.where(live, samples.slot, last_token.shape[0])
+            bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+            ids = [sampled.token_ids[:, None], bits(sampled.logprobs)[:, None], sampled.top_ids]
+            result = jnp.concatenate([*ids, bits(sampled.top_logprobs)], axis=1)
+            return result, last_token.at[slot].set(sampled.token_ids, mode="drop")
 
     def _cache_rows(self, batch: Batch) -> Array:
         """Where each row's KV goes; out of range, so dropped, for padding rows."""

@@ -1,0 +1,33 @@
+"""Which backend an engine computes with. Knows nothing of steps."""
+
+import sys
+
+from twinjet.core.config import EngineConfig
+from twinjet.models.config import ModelConfig
+from twinjet.ops.cpu import KV_TOKENS, CpuOps
+from twinjet.ops.cpu_library import KernelsUnavailable, load_library
+from twinjet.ops.ops import Ops
+from twinjet.ops.reference import ReferenceOps
+
+
+def choose_ops(config: EngineConfig, model: ModelConfig) -> Ops:
+    """The CPU kernels, if they run here and fit the model; else the reference ops, and a warning on stderr."""
+    page_size = config.cache.page_size
+    if config.exact:
+        return ReferenceOps(page_size)
+    try:
+        if page_size % KV_TOKENS or model.head_dim % KV_TOKENS:
+            raise KernelsUnavailable(
+                f"the CPU kernels need pages and heads of whole {KV_TOKENS}s, "
+                f"this model has heads of {model.head_dim} and pages of {page_size}"
+            )
+        library = load_library()
+    except KernelsUnavailable as reason:
+        print(
+            f"twinjet: WARNING: running on the reference ops, many times slower than the CPU kernels: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return ReferenceOps(page_size)
+    library.set_threads(config.threads)
+    return CpuOps(library, page_size)

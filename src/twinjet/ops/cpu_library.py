@@ -1,0 +1,74 @@
+"""The shared library of CPU kernels: finding it, checking the processor, making it known to XLA. Knows no models."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import jax.ffi
+import numpy as np
+
+LIBRARY = Path(__file__).parents[1] / "kernels" / "libtwinjet_cpu.so"
+
+HANDLERS = (
+    "twinjet_attend",
+    "twinjet_embed",
+    "twinjet_gather_kv",
+    "twinjet_head",
+    "twinjet_matmul",
+    "twinjet_mlp",
+    "twinjet_project",
+    "twinjet_qkv",
+    "twinjet_rope",
+    "twinjet_sample",
+    "twinjet_scatter_kv",
+)
+"""Names of the calls, in the library and in XLA programs alike."""
+
+
+class KernelsUnavailable(Exception):
+    """Why this process cannot run the kernels, and what would change that."""
+
+
+class CpuLibrary:
+    """The loaded library. Its functions are process-wide: there is one set of kernel threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._pack = library.twinjet_pack
+        self._pack.argtypes = (
+            [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
+        )
+        self._pack.restype = ctypes.c_int
+
+    def set_threads(self, num_threads: int) -> None:
+        """Kernel threads from now on; the thread that calls a kernel is one of them."""
+        self._library.twinjet_init(ctypes.c_int(num_threads))
+
+    def pack(
+        self, weight_format: int, quant_type: int, data: np.ndarray, shape: tuple[int, int], out: np.ndarray
+    ) -> bool:
+        """Pack a tensor [columns, inputs] of a GGUF type into `out`, which is zeroed bytes. False: not all finite."""
+        num_columns, num_inputs = shape
+        return self._pack(weight_format, quant_type, data.ctypes.data, num_columns, num_inputs, out.ctypes.data) == 0
+
+
+def load_library(path: Path = LIBRARY) -> CpuLibrary:
+    """The kernels, registered with XLA. Raises `KernelsUnavailable`."""
+    if not path.exists():
+        raise KernelsUnavailable(
+            f"the CPU kernels are not built ({path.name} is missing); install a C++ compiler and run make install"
+        )
+    return _load(path)
+
+
+@functools.cache
+def _load(path: Path) -> CpuLibrary:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailable(f"the CPU kernels do not load ({error}); build them anew with make install") from error
+    if not library.twinjet_cpu_supported():
+        raise KernelsUnavailable("this processor lacks AVX2, FMA or F16C, which the CPU kernels need")
+    for name in HANDLERS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return CpuLibrary(library)
