@@ -5,7 +5,6 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,6 +15,8 @@ from twinjet.core.types import Request, SamplingParams, TokenEvent, TokenLogprob
 from twinjet.orchestrator.orchestrator import Orchestrator
 from twinjet.orchestrator.supervisor import RestartPolicy
 from twinjet.orchestrator.watchdog import Patience
+from twinjet.wire import pages as pages_module
+from twinjet.wire.pages import pages_prefix
 
 FAKE = f"{load_fake_engine.__module__}:{load_fake_engine.__name__}"
 
@@ -104,5 +105,8 @@ def is_idle(orchestrator: Orchestrator) -> bool:
     return all(r is not None and r.num_running == r.num_waiting == r.pages_used == 0 for r in reports)
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("twinjet-*")}
+def segments(orchestrator: Orchestrator) -> list[str]:
+    """What its engines have in shared memory, also after its end. Those of other servers here do not count."""
+    assert orchestrator._socket is not None
+    prefix = pages_prefix(orchestrator._socket.endpoint)
+    return [path.name for path in pages_module._directory().glob(f"{prefix}*")]
