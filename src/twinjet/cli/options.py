@@ -23,8 +23,8 @@ KVMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory of each engine's KV pool, as 512MiB or 2GiB.  [default: 1/8 of the memory available, "
-        "at least one context, at most one for each stream]",
+        help="Memory of each engine's KV pool, as 512MiB or 2GiB.  [default: 1/8 of the memory, shared between "
+        "engines; at least one context, at most one for each stream]",
     ),
 ]
 Exact = Annotated[
