@@ -4,6 +4,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twinjet.api import LLM, AsyncLLM, Completion, Delta, Usage
+    from twinjet.core.errors import (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        ContextTooLong,
+        EngineError,
+        InvalidRequest,
+        RequestError,
+        TwinjetError,
+    )
     from twinjet.core.types import SamplingParams, TokenLogprobs
     from twinjet.options import EngineOptions
 
@@ -12,16 +22,30 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "CapacityError",
+    "CheckpointError",
     "Completion",
+    "ConfigError",
+    "ContextTooLong",
     "Delta",
+    "EngineError",
     "EngineOptions",
+    "InvalidRequest",
+    "RequestError",
     "SamplingParams",
     "TokenLogprobs",
+    "TwinjetError",
     "Usage",
     "__version__",
 ]
 
+_ERRORS = (
+    *("TwinjetError", "ConfigError", "CheckpointError", "RequestError", "InvalidRequest", "ContextTooLong"),
+    *("CapacityError", "EngineError"),
+)
+
 _HOMES: dict[str, str] = {
+    **dict.fromkeys(_ERRORS, "twinjet.core.errors"),
     **dict.fromkeys(("LLM", "AsyncLLM", "Completion", "Delta", "Usage"), "twinjet.api"),
     **dict.fromkeys(("SamplingParams", "TokenLogprobs"), "twinjet.core.types"),
     "EngineOptions": "twinjet.options",
