@@ -1,0 +1,117 @@
+"""Calling the step kernels as XLA programs do, on packed arrays and pools built field by field."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import twinjet
+from twinjet.ops.batch import Batch, StepLayout
+from twinjet.ops.params import KVCache
+
+LIBRARY = Path(twinjet.__file__).parent / "kernels" / "libtwinjet_cpu.so"
+BLOCK = 16
+"""Tokens per block of the pool."""
+
+TARGETS = ("twinjet_attend", "twinjet_append_kv", "twinjet_gather_kv", "twinjet_scatter_kv", "twinjet_sample")
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels, with their handlers registered under names of these tests."""
+    if not LIBRARY.exists():
+        pytest.skip("no CPU kernels here: scripts/build_kernels.sh builds them")
+    loaded = ctypes.CDLL(str(LIBRARY))
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(f"test_{name}", jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+    loaded.twinjet_init(2)
+    return loaded
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    library().twinjet_init(count)
+    try:
+        yield
+    finally:
+        library().twinjet_init(2)
+
+
+def pack(layout: StepLayout, batch: Batch) -> np.ndarray:
+    """The packed array that `layout.unpack` turns into `batch`."""
+    samples = batch.samples
+    bits = [np.asarray(column).view(np.int32) for column in (samples.temperature, samples.top_p, samples.min_p)]
+    seed = np.asarray(samples.seed).view(np.int32)
+    sample_rows = [
+        samples.row, samples.slot, samples.position, bits[0], samples.top_k, bits[1], bits[2], seed[:, 1], seed[:, 0],
+        samples.choice,
+    ]  # fmt: skip
+    parts = {
+        "counts": [samples.count, batch.num_singles, batch.num_tiles, samples.with_logprobs],
+        "rows": [batch.token_ids, batch.slot, batch.position],
+        "samples": sample_rows,
+        "singles": batch.single_rows,
+        "tiles": batch.tiles,
+        "page_table": batch.page_table,
+    }
+    packed = np.empty(layout.size, np.int32)
+    for name, (start, stop, shape) in layout.sections().items():
+        packed[start:stop] = np.asarray(parts[name]).reshape(shape).ravel()
+    return packed
+
+
+def to_pool(kv: KVCache, page_size: int) -> np.ndarray:
+    """[L, P, G/16, K, 2, 16 * H] of keys and values [L, P * G, K, H]."""
+    L, num_rows, K, H = kv.keys.shape
+    blocks = (L, num_rows // page_size, page_size // BLOCK, BLOCK, K, H)
+    keys = np.asarray(kv.keys).reshape(blocks).transpose(0, 1, 2, 4, 5, 3)  # [L, P, G/16, K, H, 16]
+    values = np.asarray(kv.values).reshape(blocks).transpose(0, 1, 2, 4, 3, 5)  # [L, P, G/16, K, 16, H]
+    flat = (*keys.shape[:4], BLOCK * H)
+    return np.stack([keys.reshape(flat), values.reshape(flat)], axis=4)
+
+
+def pool_attributes(pool: np.ndarray) -> dict[str, int]:
+    _, num_pages, blocks, num_kv_heads, _, size = pool.shape
+    return {
+        "num_kv_heads": num_kv_heads, "head_dim": size // BLOCK, "num_pages": num_pages, "page_size": blocks * BLOCK,
+    }  # fmt: skip
+
+
+def step_attributes(layout: StepLayout) -> dict[str, int]:
+    return {"T": layout.num_rows, "B": layout.num_slots, "MP": layout.table_width}
+
+
+def call(target: str, results, arguments: list, aliases: dict[int, int] | None = None, **attributes):
+    """Results of one kernel, as numpy arrays. Whole numbers go as int64, others as float32."""
+    library()
+    typed = tuple((n, np.int64(v) if isinstance(v, int) else np.float32(v)) for n, v in attributes.items())
+    shapes = tuple((r.shape, str(r.dtype)) for r in results)
+    program = _program(target, shapes, typed, tuple((aliases or {}).items()))
+    return [np.asarray(r) for r in program(*[jnp.asarray(a) for a in arguments])]
+
+
+@cache
+def _program(target: str, shapes, attributes, aliases):
+    results = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+    kernel = jax.ffi.ffi_call(f"test_{target}", results, input_output_aliases=dict(aliases))
+    return jax.jit(lambda *arguments: kernel(*arguments, **dict(attributes)))
+
+
+def attend(
+    layout: StepLayout, packed: np.ndarray, q: np.ndarray, pool: np.ndarray, layer: int, scale: float,
+    window: int | None = None, soft_cap: float = 0.0,
+) -> np.ndarray:  # fmt: skip
+    """[T, N, H] of queries [T, N, H]."""
+    T, N, H = q.shape
+    (out,) = call(
+        "twinjet_attend", [jax.ShapeDtypeStruct((T, N * H), np.float32)], [q.reshape(T, N * H), pool, packed],
+        **step_attributes(layout), **pool_attributes(pool), layer=layer, num_heads=N, window=window or 0,
+        scale=float(scale), soft_cap=float(soft_cap),
+    )  # fmt: skip
+    return out.reshape(T, N, H)
