@@ -39,7 +39,9 @@ class EngineOptions:
                 f"--decode {self.decode_engines}; give both, or none for one engine that does both"
             )
         if self.prefill_engines < 0 or self.decode_engines < 0:
-            raise ConfigError("--prefill and --decode must not be negative")
+            raise ConfigError(
+                f"--prefill and --decode must not be negative, got {self.prefill_engines} and {self.decode_engines}"
+            )
         for name in ("context", "max_streams", "threads", "kv_memory", "token_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -33,6 +33,7 @@ class WorkerLaunch:
 
 
 def identity(engine_id: int, incarnation: int) -> bytes:
+    """What an engine process is called on the wire; told apart from its earlier incarnations."""
     return f"{engine_id}.{incarnation}".encode()
 
 
@@ -46,8 +47,10 @@ def parse_identity(raw: bytes) -> tuple[int, int] | None:
 
 
 def dump_launch(launch: WorkerLaunch) -> bytes:
+    """The line for the process's standard input."""
     return msgspec.json.encode(launch) + b"\n"
 
 
 def load_launch(line: bytes) -> WorkerLaunch:
+    """Raises: msgspec.MsgspecError, if `line` is not such orders; ConfigError, if its settings cannot work."""
     return msgspec.json.decode(line, type=WorkerLaunch)
