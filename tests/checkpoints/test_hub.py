@@ -1,7 +1,7 @@
 """Models from the Hugging Face hub, with a hub of our own in the client's place."""
 
 import hashlib
-import time
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,8 @@ class FakeHub:
     wrong_hash: bool = False
     num_listings: int = 0
     num_downloads: int = 0
+    noticed: threading.Event | None = None
+    """Where set to an event: a download stays unfinished until it happens."""
 
     def model_info(self, repository: str, files_metadata: bool = False) -> SimpleNamespace:
         assert files_metadata
@@ -63,7 +65,8 @@ class FakeHub:
         unfinished = local_dir / ".cache/huggingface/download" / f"{filename}.incomplete"
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(content[:1000])
-        time.sleep(0.5)
+        if self.noticed is not None:
+            assert self.noticed.wait(30)
         (local_dir / filename).parent.mkdir(parents=True, exist_ok=True)
         (local_dir / filename).write_bytes(content)
         unfinished.unlink()
@@ -92,7 +95,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 def test_the_only_model_of_a_repository(tmp_path: Path, hub: FakeHub) -> None:
     home = tmp_path / "home"
     events: list[tuple[str, int, int | None]] = []
-    resolved = resolve_model("hf:org/one", home, lambda *event: events.append(event))
+    hub.noticed = noticed = threading.Event()
+
+    def note(*event) -> None:
+        events.append(event)
+        if event[1] == 1000:
+            noticed.set()
+
+    resolved = resolve_model("hf:org/one", home, note)
     size = (hub.folder / "org/one/One-Q8_0.gguf").stat().st_size
     assert resolved.name == "One-Q8_0"
     assert resolved.path == home / "models/hf/org/one/One-Q8_0.gguf"
