@@ -41,6 +41,32 @@ def test_loop_controls() -> None:
     assert _render(source) == "02"
 
 
+def test_what_a_loop_knows_of_itself() -> None:
+    source = (
+        "{% for x in [5, 6] %}{{ loop.index }}/{{ loop.length }}={{ x }}{{ ',' if not loop.last }}{% endfor %} "
+        "{% for x in [] %}{% else %}none{% endfor %} {% for k, v in messages[0].items() if k != 'role' %}"
+        "{{ k }}={{ v }}{% endfor %} "
+        "{% for x in [[1, [2]], 3] recursive %}{{ x if x is number else loop(x) }}{% endfor %}"
+    )
+    assert _render(source) == "1/2=5,2/2=6 none content=hi 123"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for m in messages %}{% for i in range(99999) if i is none %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_runs_on_and_on_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinjet.text.template.MAX_RENDER_S", 0.005)
+    with pytest.raises(InvalidRequest, match="takes longer than"):
+        _render(source)
+    # The clock begins anew with each rendering.
+    assert _render("{% for i in range(99) %}{{ i // 98 }}{% endfor %}") == "0" * 98 + "1"
+
+
 def test_generation_blocks_render_as_their_content() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     assert _render(source) == "hi"

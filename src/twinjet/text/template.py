@@ -2,12 +2,14 @@
 
 Offers what templates written for Hugging Face's `apply_chat_template` expect: block trimming, `break` and `continue`,
 `raise_exception`, `strftime_now`, a `tojson` that leaves text as it is, and `{% generation %}`, which only matters in
-training. The template comes with a model file, so it is kept from touching Python objects and from the simplest ways
-to eat memory. It is not a jail: one that loops for long by design blocks the thread that renders it.
+training. The template comes with a model file, so it is kept from touching Python objects, from the simplest ways to
+eat memory, and from running for long: loops and calls look at a clock. It is not a jail.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -24,6 +26,11 @@ from twinjet.text.tokenizer import Tokenizer
 MAX_RENDERED_CHARACTERS = 64 << 20
 """Far more than any context holds, little enough to stop a template that never ends its output."""
 
+MAX_RENDER_S = 0.5
+"""Processor time that one rendering may take; a chat of thousands of messages takes a hundredth of that."""
+
+_STEPS_PER_LOOK = 128
+"""Loop iterations and calls between two looks at the clock."""
 _MAX_REPEATED_ITEMS = 1 << 20
 _MAX_INTEGER_BITS = 4096
 
@@ -36,6 +43,7 @@ class ChatTemplate:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
         )
+        self._clock = environment.clock
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -77,6 +85,7 @@ class ChatTemplate:
         }
         parts: list[str] = []
         size = 0
+        self._clock.start()
         try:
             for part in self._template.generate(variables):
                 size += len(part)
@@ -90,10 +99,47 @@ class ChatTemplate:
         return "".join(parts)
 
 
+class _Clock(threading.local):
+    """Ends a rendering of this thread that takes too long."""
+
+    def start(self) -> None:
+        self._steps = 0
+        self._deadline_s = time.thread_time() + MAX_RENDER_S
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._steps % _STEPS_PER_LOOK == 0 and time.thread_time() > self._deadline_s:
+            _raise_exception(f"it takes longer than {MAX_RENDER_S:g} s")
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """Also bounds `*` and `**`, which make much out of little. (`range` is bounded by the sandbox itself.)"""
+    """Also bounds how long loops and calls go on, and `*` and `**`, which make much out of little.
+
+    (`range` is bounded by the sandbox itself, but loops can be nested.)
+    """
 
     intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.clock = _Clock()
+        self.filters["_timed"] = self._timed
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "_timed", [], [], None, None, lineno=loop.lineno, environment=self)
+        return template
+
+    @jinja2.pass_context  # Which also keeps the compiler from running it ahead of time.
+    def _timed(self, _context: Any, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.clock.step()
+            yield item
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.clock.step()
+        return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
