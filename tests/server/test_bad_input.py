@@ -195,9 +195,9 @@ def cases() -> Iterator[Case]:
     yield bad(ask(C, prompt=[[1], "a"]), "prompt[1]", "list of token ids")
     yield bad(ask(C, prompt=[[1], 2]), "prompt[1]", "list of token ids")
     yield bad(ask(C, prompt=[[[1]]]), "prompt[0][0]", "integers from 0")
-    yield bad(ask(C, prompt=["a"] * 1025), "prompt", "at most 1024 prompts")
-    yield bad(ask(C, prompt=[[1]] * 1025), "prompt", "at most 1024 prompts")
-    yield bad(ask(C, prompt=["a"] * 600, n=2), "prompt", "1200 choices")
+    yield bad(ask(C, prompt=["a"] * 513), "prompt", "at most 512 prompts")
+    yield bad(ask(C, prompt=[[1]] * 513), "prompt", "at most 512 prompts")
+    yield bad(ask(C, prompt=["a"] * 300, n=2), "prompt", "600 choices")
     too_long = "context_length_exceeded"
     yield bad(ask(C, prompt="a" * CONTEXT), "prompt", f"at most {CONTEXT - 1}", too_long)
     yield bad(ask(C, prompt="a" * 100_000), "prompt", f"at most {CONTEXT - 1}", too_long)
@@ -223,6 +223,7 @@ def cases() -> Iterator[Case]:
     # Chats.
     yield bad((H, b"{}"), "messages", "`messages` is missing")
     yield bad(ask(H, messages=[]), "messages", "at least one message")
+    yield bad(ask(H, messages=[{"role": "user", "content": ""}] * 4097), "messages", "at most 4096 messages")
     for value in (None, "hi", {"role": "user"}):
         yield bad(ask(H, messages=value), "messages", "expected")
     yield bad(ask(H, messages=["hi"]), "messages[0]", "expected")
@@ -406,7 +407,7 @@ def test_a_50_mb_body_with_the_default_limits():
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it():
     # 20 MB of text would take the fake minutes to encode.
     with live_server() as server:
-        answer = server.http.post(C, content=b'{"prompt": "' + b"a" * 20_000_000 + b'"}', timeout=30)
+        answer = server.http.post(C, content=b'{"prompt": "' + b"a" * 5_000_000 + b'"}', timeout=30)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 

@@ -1,7 +1,8 @@
 """From a decoded body to requests in token ids: defaults, ranges, prompts, templates.
 
-Owns the checks that need the model or the server's limits; knows no HTTP. Long texts are tokenized on one
-thread beside the event loop, so that they cannot stall streams and wait for each other only.
+Owns the checks that need the model or the server's limits; knows no HTTP. Long texts are tokenized on
+threads beside the event loop, so that they cannot stall streams. Those of /tokenize and /detokenize, which no
+context bounds, have a thread of their own and make no prompt wait.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 _INLINE_CHARS = 2000
 """Texts up to this length are tokenized on the event loop: a thread would cost more than it saves."""
+_MESSAGE_CHARS = 50
+"""What a message costs to render besides its content, counted in characters."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _DEFAULT_COMPLETION_TOKENS = 16
 
@@ -56,12 +59,14 @@ class Intake:
         self._service = service
         self._limits = limits
         self._ids = ids_decoder(service.tokenizer.vocab_size)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._prompt_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._longest_token: int | None = None
 
     def close(self) -> None:
-        """Give up the tokenizing thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Give up the threads."""
+        for thread in (self._prompt_thread, self._text_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def completion(self, body: CompletionBody) -> Job:
         """Raises RequestError or Overloaded."""
@@ -122,12 +127,14 @@ class Intake:
             return list(await self._chat_ids(body.messages, body.add_generation_prompt, None))
         text = body.prompt or ""
         special = body.add_special_tokens is not False
-        return await self._beside(len(text), lambda: self._service.tokenizer.encode(text, add_special=special))
+        encode = self._service.tokenizer.encode
+        return await self._beside(len(text), lambda: encode(text, add_special=special), self._text_thread)
 
     async def detokenize(self, raw: bytes) -> str:
         """Text of a JSON list of ids, special tokens shown. Raises RequestError."""
         ids = await self._decode_flat_ids(raw, "tokens")
-        return await self._beside(len(ids), lambda: self._service.tokenizer.decode(ids, skip_special=False))
+        decode = self._service.tokenizer.decode
+        return await self._beside(len(ids), lambda: decode(ids, skip_special=False), self._text_thread)
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -203,13 +210,16 @@ class Intake:
                 "`prompt` must be a string, a list of strings, a list of token ids, or a list of such lists", "prompt"
             )
         self._check_num_prompts(len(texts))
+        if not all(texts):
+            raise InvalidRequest("the prompt is empty; it needs at least one character", "prompt")
         prompts = []
         for text in texts:
-            if not text:
-                raise InvalidRequest("the prompt is empty; it needs at least one character", "prompt")
             ids = await self._text_ids(text, special, context)
             self._check_prompt("prompt", ids, context)
             prompts.append(ids)
+            if len(texts) > 1:
+                # Many short ones are as much work as a long one.
+                await asyncio.sleep(0)
         return prompts
 
     def _check_num_prompts(self, count: int) -> None:
@@ -248,14 +258,19 @@ class Intake:
             )
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message", "messages")
+        if len(messages) > self._limits.max_messages:
+            raise InvalidRequest(
+                f"at most {self._limits.max_messages} messages are possible, got {len(messages)}", "messages"
+            )
         turns = [_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-        size = sum(len(turn["content"]) for turn in turns)
+        size = sum(len(turn["content"]) + _MESSAGE_CHARS for turn in turns)
         tokenizer = self._service.tokenizer
         head = add_generation_prompt is not False
-        text = await self._beside(size, lambda: template.render(turns, add_generation_prompt=head))
+        thread = self._text_thread if context is None else self._prompt_thread
+        text = await self._beside(size, lambda: template.render(turns, add_generation_prompt=head), thread)
         if context is not None:
             await self._check_length(text, "messages", context)
-        return tuple(await self._beside(len(text), lambda: encode_rendered_chat(tokenizer, text)))
+        return tuple(await self._beside(len(text), lambda: encode_rendered_chat(tokenizer, text), thread))
 
     async def _check_length(self, text: str, field: str, context: int) -> None:
         """Refuse, without tokenizing it, a text that is too long however it is split."""
@@ -270,10 +285,10 @@ class Intake:
         if at_least >= context:
             raise _prompt_too_long(field, f"at least {at_least}", context)
 
-    async def _beside(self, size: int, work: Callable[[], T]) -> T:
+    async def _beside(self, size: int, work: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
         if size <= _INLINE_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(thread or self._prompt_thread, work)
 
     # --- the job --------------------------------------------------------------------------------
 

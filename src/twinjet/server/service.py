@@ -49,10 +49,14 @@ class ServedModel:
 class ServerLimits:
     """What one HTTP request may ask for."""
 
-    max_body_bytes: int = 32 << 20
-    """Longest accepted request body."""
-    max_choices: int = 1024
-    """Most sequences of one request: prompts times `n`."""
+    max_body_bytes: int = 8 << 20
+    """Longest accepted request body: a million token ids. One of many small parts is decoded in one go, and all streams
+    wait for that."""
+    max_choices: int = 512
+    """Most sequences of one request: prompts times `n`. No more than may wait on an idle server, or a request that
+    is told to come back later would never be let in."""
+    max_messages: int = 4096
+    """Most messages of one chat."""
     max_stops: int = 16
     """Most stop strings."""
     max_stop_chars: int = 1000
@@ -61,6 +65,13 @@ class ServerLimits:
     """Most `stop_token_ids`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "max_stops", "max_stop_chars", "max_stop_token_ids"):
+        for name in (
+            "max_body_bytes",
+            "max_choices",
+            "max_messages",
+            "max_stops",
+            "max_stop_chars",
+            "max_stop_token_ids",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
