@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Builds kernels/cpu into src/twinjet/kernels/libtwinjet_cpu.so, if a source is newer than it.
-# Without a compiler or on another processor it says so and leaves none: the reference ops run instead.
-# Usage: build_kernels.sh [--sanitize]   (AddressSanitizer and UBSan, into build/kernels-sanitized/)
+# Builds kernels/cpu into src/twinjet/kernels/libtwinjet_cpu.so, where a source is newer than its object.
+# Without a compiler that can do it, or on another processor, it says so and leaves none: the reference ops run instead.
+# Usage: build_kernels.sh [--strict] [--sanitize]
+#   --strict    fail instead of leaving none
+#   --sanitize  AddressSanitizer and UBSan, into build/kernels-sanitized/
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,47 +11,65 @@ out=src/twinjet/kernels/libtwinjet_cpu.so
 objects=build/kernels
 flags=(-O3 -g1)
 link=()
-if [ "${1:-}" = --sanitize ]; then
-    out=build/kernels-sanitized/libtwinjet_cpu.so
-    objects=build/kernels-sanitized
-    flags=(-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
-    link=(-fsanitize=address,undefined)
-fi
+strict=
+for argument in "$@"; do
+    case "$argument" in
+        --strict) strict=1 ;;
+        --sanitize)
+            out=build/kernels-sanitized/libtwinjet_cpu.so
+            objects=build/kernels-sanitized
+            flags=(-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+            link=(-fsanitize=address,undefined)
+            ;;
+        *) echo "kernels: unknown argument $argument; known: --strict, --sanitize" >&2; exit 2 ;;
+    esac
+done
+
+without() {
+    echo "kernels: $1; the server will run on the reference ops, which are many times slower" >&2
+    rm -f "$out"
+    [ -z "$strict" ] || exit 1
+    exit 0
+}
 
 compiler="${CXX:-g++}"
-if ! command -v "$compiler" >/dev/null; then
-    echo "kernels: no C++ compiler ($compiler); the server will run on the reference ops, which are much slower" >&2
-    exit 0
-fi
-if [ "$(uname -m)" != x86_64 ] || [ "$(uname -s)" != Linux ]; then
-    echo "kernels: none for $(uname -s) on $(uname -m) yet; the server will run on the reference ops" >&2
-    exit 0
-fi
+[ "$(uname -sm)" = "Linux x86_64" ] || without "there are none for $(uname -sm) yet"
+command -v "$compiler" >/dev/null || without "no C++ compiler ($compiler) here"
 
+stale() {
+    [ ! -e "$2" ] || [ -n "$(find kernels/cpu scripts/build_kernels.sh \
+        \( -name '*.h' -o -name build_kernels.sh -o -path "$1" \) -newer "$2" -print -quit)" ]
+}
+
+sources=(kernels/cpu/*.cc)
+to_build=()
+built=()
+for source in "${sources[@]}"; do
+    object="$objects/$(basename "$source" .cc).o"
+    built+=("$object")
+    if stale "$source" "$object"; then to_build+=("$source"); fi
+done
+if [ ${#to_build[@]} = 0 ] && [ -e "$out" ]; then exit 0; fi
+
+echo "kernels: compiling ${#to_build[@]} of ${#sources[@]} files"
 include="$(.venv/bin/python -c 'import jax.ffi; print(jax.ffi.include_dir())')"
 flags+=(-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-unused-parameter
     -isystem "$include" -Ikernels/cpu)
 mkdir -p "$objects" "$(dirname "$out")"
-
 running=()
-built=()
-for source in kernels/cpu/*.cc; do
-    object="$objects/$(basename "$source" .cc).o"
-    built+=("$object")
-    stale="$(find kernels/cpu scripts/build_kernels.sh \( -name '*.h' -o -name build_kernels.sh -o -path "$source" \) \
-        -newer "$object" -print -quit 2>/dev/null || echo missing)"
-    [ -e "$object" ] && [ -z "$stale" ] && continue
+for source in "${to_build[@]}"; do
+    # What asks whether the processor has these instructions must do without them.
     isa=(-mavx2 -mfma -mf16c)
-    [ "$(basename "$source")" = support.cc ] && isa=()
-    "$compiler" "${flags[@]}" "${isa[@]}" -c "$source" -o "$object" &
+    [ "$(basename "$source")" != support.cc ] || isa=()
+    "$compiler" "${flags[@]}" ${isa[@]+"${isa[@]}"} -c "$source" -o "$objects/$(basename "$source" .cc).o" &
     running+=($!)
 done
-for pid in "${running[@]}"; do
-    wait "$pid" || { echo "kernels: the compiler failed; see above" >&2; exit 1; }
+failed=
+for pid in ${running[@]+"${running[@]}"}; do
+    wait "$pid" || failed=1
 done
-if [ ${#running[@]} -gt 0 ] || [ ! -e "$out" ]; then
-    # A running server keeps the old file.
-    "$compiler" -shared "${link[@]}" "${built[@]}" -o "$out.new" -lpthread
-    mv "$out.new" "$out"
-    echo "kernels: built $out"
-fi
+[ -z "$failed" ] || without "the compiler failed, see above"
+# Beside the old file and then over it: a running server keeps what it has.
+"$compiler" -shared ${link[@]+"${link[@]}"} "${built[@]}" -o "$out.new" -lpthread || without "the linker failed, see above"
+mv "$out.new" "$out"
+echo "kernels: built $out"

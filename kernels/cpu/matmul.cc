@@ -88,7 +88,7 @@ TWINJET_INLINE void add_group(__m256 (&acc)[R][2], const __m256i (&dot)[R][2], c
 }
 
 template <Format F, int R>
-void tile_q4(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups, float* out) {
+__attribute__((noinline)) void tile_q4(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups, float* out) {
   __m256 acc[R][2];
   for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
   const __m256i ones = _mm256_set1_epi16(1);
@@ -134,7 +134,7 @@ void tile_q4(const uint8_t* group, const int8_t* a, const float* scales, int64_t
 }
 
 template <Format F, int R>
-void tile_q8(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups, float* out) {
+__attribute__((noinline)) void tile_q8(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups, float* out) {
   constexpr int kParts = F == Format::kQ8H ? 2 : 1;  // scales within the 32 inputs
   constexpr int kPairs = 16 / kParts;
   __m256 acc[R][2];
@@ -181,7 +181,7 @@ TWINJET_INLINE __m256 load_floats(const uint8_t* group, int64_t at) {
 }
 
 template <Format F, int R>
-void tile_float(const uint8_t* group, const float* a, int64_t num_groups, float* out) {
+__attribute__((noinline)) void tile_float(const uint8_t* group, const float* a, int64_t num_groups, float* out) {
   __m256 acc[R][2];
   for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
   for (int64_t g = 0; g < num_groups; ++g) {

@@ -19,11 +19,13 @@ WRITERS = {"llama": write_tiny_llama, "gemma3": write_tiny_gemma3}
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=list(WRITERS))
+@pytest.fixture(scope="module", params=[(family, exact) for family in WRITERS for exact in (True, False)], ids=str)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path = tmp_path_factory.mktemp("equivalence") / f"{request.param}.gguf"
-    WRITERS[request.param](path)
-    return build_engine(str(path), context=CONTEXT, num_pages=NUM_PAGES)
+    """On the reference ops, and on the kernels where they run."""
+    family, exact = request.param
+    path = tmp_path_factory.mktemp("equivalence") / f"{family}.gguf"
+    WRITERS[family](path, quant="F32" if exact else "Q4_1")
+    return build_engine(str(path), context=CONTEXT, num_pages=NUM_PAGES, exact=exact)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from jax.stages import Compiled
 
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.core.config import EngineConfig
-from twinjet.core.errors import CheckpointError
+from twinjet.core.errors import CheckpointError, ConfigError
 from twinjet.core.plan import Plan, StepOutput
 from twinjet.engine.backend import choose_ops
 from twinjet.engine.buckets import bucket_for, choose_buckets
@@ -33,12 +33,9 @@ from twinjet.models.registry import forward_of, load_params
 from twinjet.ops.attention import PIECE_TOKENS
 from twinjet.ops.batch import StepLayout
 from twinjet.ops.ops import Ops
-from twinjet.ops.reference import ReferenceOps
 
 
-def load_engine(
-    config: EngineConfig, on_progress: Callable[[str, int, int], None], *, kernels: bool = False
-) -> "Engine":
+def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
     """An engine with the model's weights on the device, not yet warm.
 
     Raises: CheckpointError.
@@ -48,7 +45,7 @@ def load_engine(
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     checkpoint = read_checkpoint(config.model_path)
-    ops = choose_ops(config, checkpoint.config) if kernels else ReferenceOps(config.cache.page_size)
+    ops = choose_ops(config, checkpoint.config)
     params = load_params(
         ops, checkpoint.config, checkpoint.tensors, lambda done, total: on_progress("load", done, total)
     )
@@ -64,6 +61,8 @@ class Engine:
             raise CheckpointError(
                 f"the model was trained for a context of {model.context_length} tokens, got --context {limits.context}"
             )
+        if cache.page_size > PIECE_TOKENS:
+            raise ConfigError(f"a KV page must hold {PIECE_TOKENS} tokens at most, got {cache.page_size}")
         self._ops = ops
         self._params = params
         self._page_size = cache.page_size
