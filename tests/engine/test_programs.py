@@ -20,7 +20,7 @@ from tests.engine.drive import (
     step,
 )
 from tests.models.naive import NaiveModel
-from twinjet.core.errors import CheckpointError
+from twinjet.core.errors import CheckpointError, ConfigError
 from twinjet.core.types import SamplingParams
 from twinjet.engine.engine import Engine, load_engine
 
@@ -84,3 +84,8 @@ def test_the_smallest_engine_generates(small_engine: Engine, naive: NaiveModel) 
 def test_a_context_over_the_models_own_is_refused(model_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1024 tokens, got --context 1025"):
         load_engine(engine_config(model_path, 16, "float32", 32, context=1025), lambda stage, done, total: None)
+
+
+def test_a_page_larger_than_a_piece_of_attention_is_refused(model_path: Path) -> None:
+    with pytest.raises(ConfigError, match="128 tokens at most, got 256"):
+        load_engine(engine_config(model_path, 256, "float32", 32), lambda stage, done, total: None)
