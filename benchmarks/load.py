@@ -1,7 +1,7 @@
 """Load on an OpenAI `/v1/completions` server, in the terms of `vllm bench serve`.
 
-    python benchmarks/load.py --concurrency 16 --requests 64                     closed loop
-    python benchmarks/load.py --rate 4 --goodput ttft:500 tpot:50                open loop, Poisson arrivals
+    python -m benchmarks.load --concurrency 16 --requests 64                     closed loop
+    python -m benchmarks.load --rate 4 --goodput ttft:500 tpot:50                open loop, Poisson arrivals
 
 Closed loop keeps `--concurrency` requests in flight. Open loop sends by the clock whatever the server does, and
 counts TTFT from the moment a request was due, so that a slow server cannot hide behind a client that waits for it.

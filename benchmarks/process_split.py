@@ -1,6 +1,6 @@
 """Does an engine in its own process leave the device shorter gaps than an engine in a thread of the server?
 
-    python benchmarks/process_split.py --json benchmarks/results/process_split.json
+    python -m benchmarks.process_split --json benchmarks/results/process_split.json
 
 A fake step (split_roles/device.cc) keeps two threads busy for a set time and reads its own stamps; its state is
 donated. A device thread takes plans from a queue kept two deep; a loop thread makes plans and handles results.
@@ -35,10 +35,11 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from split_roles.clients import NUM_STREAMS
-from split_roles.engine import compile_device
-from split_roles.launch import start_role
-from split_roles.server import SHORT_SWITCH_INTERVAL_S
+
+from benchmarks.split_roles.clients import NUM_STREAMS
+from benchmarks.split_roles.engine import compile_device
+from benchmarks.split_roles.launch import start_role
+from benchmarks.split_roles.server import SHORT_SWITCH_INTERVAL_S
 
 PLAN_US = 200
 SETTLE_S = 0.4

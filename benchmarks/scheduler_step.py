@@ -1,6 +1,6 @@
 """What the scheduler itself costs per step: median microseconds of schedule + complete, without any device.
 
-    python benchmarks/scheduler_step.py [--steps 2000] [--json FILE]
+    python -m benchmarks.scheduler_step [--steps 2000] [--json FILE]
 
 Rows `decode N`: N streams decoding at pipeline depth 2. Rows `decode N + prompt`: beside them, a prompt of
 100,000 tokens in chunks that fill a budget of 256 rows.

@@ -1,1 +1,1 @@
-"""What process_split.py starts: the engine, the server and the clients, each by `python -m split_roles ROLE`."""
+"""What process_split.py starts, each by `python -m benchmarks.split_roles ROLE`: engine, server and clients."""

@@ -26,16 +26,16 @@ def main() -> None:
     if args.role == "server":
         import uvloop
 
-        from split_roles.server import run_server
+        from benchmarks.split_roles.server import run_server
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_server(args.directory, args.mode))
     elif args.role == "engine":
-        from split_roles.engine import run_engine_process
+        from benchmarks.split_roles.engine import run_engine_process
 
         run_engine_process(args.directory)
     else:
-        from split_roles.clients import run_poster, run_streams
+        from benchmarks.split_roles.clients import run_poster, run_streams
 
         asyncio.run((run_streams if args.role == "streams" else run_poster)(args.directory, args.port))
 

@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def start_role(role: str, directory: Path, *more: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "split_roles", role, "--directory", str(directory), *more]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "benchmarks.split_roles", role, "--directory", str(directory), *more]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, **options)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from split_roles.engine import Engine
-from split_roles.launch import start_role
+from benchmarks.split_roles.engine import Engine
+from benchmarks.split_roles.launch import start_role
 from twinjet.wire.messages import Shutdown, StepTokens, Submit, ToEngine
 from twinjet.wire.sockets import ServerSocket
 
