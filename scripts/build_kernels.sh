@@ -34,6 +34,14 @@ without() {
 
 compiler="${CXX:-g++}"
 [ "$(uname -sm)" = "Linux x86_64" ] || without "there are none for $(uname -sm) yet"
+if ! command -v "$compiler" >/dev/null && [ -z "${CXX:-}" ] && command -v apt-get >/dev/null; then
+    if [ "$(id -u)" = 0 ]; then
+        echo "kernels: no C++ compiler here; installing g++"
+        apt-get update -qq && apt-get install -y -qq g++ || without "g++ could not be installed"
+    else
+        without "no C++ compiler here. Run: sudo apt-get install g++, then make install"
+    fi
+fi
 command -v "$compiler" >/dev/null || without "no C++ compiler ($compiler) here"
 
 stale() {

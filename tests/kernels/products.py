@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from tests.tiny_models import random_blocks
-from twinjet.ops.cpu_library import CpuLibrary, KernelsUnavailable, load_library
+from twinjet.kernels import KernelsUnavailable
+from twinjet.ops.cpu_library import CpuLibrary, load_library
 from twinjet.ops.cpu_weights import FORMATS, CpuParams, MatrixPlace, pack_model
 from twinjet.ops.params import RawModel
 

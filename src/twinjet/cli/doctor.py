@@ -30,20 +30,32 @@ def doctor() -> None:
         ),
         indent="  ",
     )
+    kernels, backend = _describe_kernels()
     typer.echo("Installed")
     print_facts(
         (
             ("twinjet", __version__),
             ("python", f"{platform.python_version()} on {platform.platform(terse=True)}"),
             ("jax", f"{_version('jax')}, jaxlib {_version('jaxlib')}"),
-            ("compiled kernels", "none: this version has no kernels of its own yet"),
+            ("compiled kernels", kernels),
             ("home", _describe_home(home)),
         ),
         indent="  ",
     )
     typer.echo(f"What `twinjet serve {DEFAULT_MODEL}` will use")
     note = " (accelerators are not used yet)" if found else ""
-    print_facts((("backend", f"reference ops, compiled by XLA for the CPU{note}"), *_plan(home)), indent="  ")
+    print_facts((("backend", f"{backend}{note}"), *_plan(home)), indent="  ")
+
+
+def _describe_kernels() -> tuple[str, str]:
+    """The kernels' state, and the backend that follows from it."""
+    from twinjet.kernels import LIBRARY, KernelsUnavailable, open_library
+
+    try:
+        open_library()
+    except KernelsUnavailable as reason:
+        return f"none: {reason}", "reference ops, compiled by XLA for the CPU: right, and many times slower"
+    return LIBRARY.name, "CPU kernels; with --exact the reference ops, compiled by XLA"
 
 
 def _version(package: str) -> str:

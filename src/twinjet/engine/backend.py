@@ -3,9 +3,10 @@
 import sys
 
 from twinjet.core.config import EngineConfig
+from twinjet.kernels import KernelsUnavailable
 from twinjet.models.config import ModelConfig
 from twinjet.ops.cpu import KV_TOKENS, CpuOps
-from twinjet.ops.cpu_library import KernelsUnavailable, load_library
+from twinjet.ops.cpu_library import load_library
 from twinjet.ops.ops import Ops
 from twinjet.ops.reference import ReferenceOps
 

@@ -1,4 +1,4 @@
-"""The shared library of CPU kernels: finding it, checking the processor, making it known to XLA. Knows no models."""
+"""The shared library of CPU kernels: calling it, and making it known to XLA. Knows no models."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.ffi
 import numpy as np
 
-LIBRARY = Path(__file__).parents[1] / "kernels" / "libtwinjet_cpu.so"
+from twinjet.kernels import LIBRARY, open_library
 
 HANDLERS = (
     "twinjet_attend",
@@ -23,10 +23,6 @@ HANDLERS = (
     "twinjet_scatter_kv",
 )
 """Names of the calls, in the library and in XLA programs alike."""
-
-
-class KernelsUnavailable(Exception):
-    """Why this process cannot run the kernels, and what would change that."""
 
 
 class CpuLibrary:
@@ -54,21 +50,12 @@ class CpuLibrary:
 
 def load_library(path: Path = LIBRARY) -> CpuLibrary:
     """The kernels, registered with XLA. Raises `KernelsUnavailable`."""
-    if not path.exists():
-        raise KernelsUnavailable(
-            f"the CPU kernels are not built ({path.name} is missing); install a C++ compiler and run make install"
-        )
     return _load(path)
 
 
 @functools.cache
 def _load(path: Path) -> CpuLibrary:
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelsUnavailable(f"the CPU kernels do not load ({error}); build them anew with make install") from error
-    if not library.twinjet_cpu_supported():
-        raise KernelsUnavailable("this processor lacks AVX2, FMA or F16C, which the CPU kernels need")
+    library = open_library(path)
     for name in HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return CpuLibrary(library)
