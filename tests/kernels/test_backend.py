@@ -11,8 +11,9 @@ from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from twinjet.engine import backend
 from twinjet.engine.backend import choose_ops
+from twinjet.kernels import KernelsUnavailable
 from twinjet.models.config import ModelConfig
-from twinjet.ops.cpu_library import KernelsUnavailable, load_library
+from twinjet.ops.cpu_library import load_library
 
 CONFIG = EngineConfig(
     model_path="",
