@@ -1,4 +1,4 @@
-"""Warm engines on one tiny model, shared, because each costs seconds of compiling."""
+"""Warm engines on one tiny model and each backend, shared, because each costs seconds of compiling."""
 
 from pathlib import Path
 
@@ -20,19 +20,27 @@ def naive(model_path: Path) -> NaiveModel:
     return NaiveModel(model_path)
 
 
+@pytest.fixture(scope="package", params=["reference", "cpu kernels"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="package")
-def engine(model_path: Path) -> Engine:
+def engine(model_path: Path, backend: str) -> Engine:
     """Pages of 16 tokens, float32; buckets of 1, 8 and 32 rows."""
-    return warm_engine(engine_config(model_path, 16, "float32", 32))
+    engine = warm_engine(engine_config(model_path, 16, "float32", 32, exact=backend == "reference"))
+    assert engine.backend.startswith(backend)
+    return engine
 
 
 @pytest.fixture(scope="package")
-def small_told() -> Told:
+def small_told(backend: str) -> Told:
     """What `small_engine` told."""
     return Told()
 
 
 @pytest.fixture(scope="package")
-def small_engine(model_path: Path, small_told: Told) -> Engine:
+def small_engine(model_path: Path, backend: str, small_told: Told) -> Engine:
     """The smallest there is: one slot, steps of one row; pages of 64 tokens, float16."""
-    return warm_engine(engine_config(model_path, 64, "float16", 1, max_streams=1), small_told)
+    config = engine_config(model_path, 64, "float16", 1, exact=backend == "reference", max_streams=1)
+    return warm_engine(config, small_told)

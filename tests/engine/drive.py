@@ -15,13 +15,15 @@ from twinjet.engine.engine import Engine, load_engine
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def engine_config(path: Path, page_size: int, dtype: KVDtype, token_budget: int, **limits: int) -> EngineConfig:
+def engine_config(
+    path: Path, page_size: int, dtype: KVDtype, token_budget: int, *, exact: bool = True, **limits: int
+) -> EngineConfig:
     """Four slots, a context of 1,024 tokens, and a pool of 3,072 tokens."""
     return EngineConfig(
         model_path=str(path),
         cache=CacheConfig(page_size, 3072 // page_size, dtype),
         scheduler=SchedulerConfig(**{"max_streams": 4, "context": 1024, "token_budget": token_budget} | limits),
-        exact=True,
+        exact=exact,
         threads=2,
     )
 

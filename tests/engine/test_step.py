@@ -124,6 +124,28 @@ def test_each_sample_follows_its_own_parameters(engine: Engine, rng: np.random.G
             assert tokens == together[kind]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=1, seed=3),
+        SamplingParams(min_p=1.0, seed=4),
+        SamplingParams(top_p=1e-50, seed=5),
+        SamplingParams(temperature=1.2e-38, seed=6),
+        SamplingParams(temperature=1e-300, seed=7),
+        SamplingParams(temperature=100.0, top_k=1, top_p=1e-6, min_p=1.0, seed=8),
+    ],
+    ids=lambda params: f"t{params.temperature} k{params.top_k} p{params.top_p} m{params.min_p}",
+)
+def test_the_narrowest_settings_are_greedy(
+    engine: Engine, naive: NaiveModel, rng: np.random.Generator, params: SamplingParams
+) -> None:
+    token_ids = prompt(rng, 10)
+    (one,) = sequences(rng, 64, sampling=params)
+    prefill(engine, one, token_ids, [10])
+    decode(engine, [one], 9)
+    assert one.tokens == naive.greedy(token_ids, 10)
+
+
 def test_shapes_of_what_comes_back(engine: Engine, rng: np.random.Generator) -> None:
     a, b, c = sequences(rng, 64, 64, 64)
     b.num_logprobs = 0
