@@ -26,16 +26,38 @@ TWINJET_INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 
 TWINJET_INLINE float exp1(float x) { return _mm256_cvtss_f32(exp8(_mm256_set1_ps(x))); }
 
-// scores[m][t] = sum over d of q[m][d] k[d][t], d ascending; 16 tokens. Touches one line of `ahead` (or two, for float32)
-// per d: as many as the keys and values of 16 tokens take.
-template <int M, class T>
+// e**x for x <= 0, within 1.2e-7 of it relatively; below -87 the value there, which is as good as nothing. Exactly 1 at 0.
+TWINJET_INLINE __m256 exp_nonpositive(__m256 x) {
+  x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f));
+  // Adding 1.5 * 2**23 leaves x / ln 2, rounded, in the low bits. x = n ln 2 + r, ln 2 in two parts.
+  const __m256 shift = _mm256_set1_ps(12582912.0f);
+  const __m256 shifted = _mm256_fmadd_ps(x, _mm256_set1_ps(1.44269504f), shift);
+  const __m256 n = _mm256_sub_ps(shifted, shift);
+  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+  // 1 + r + r**2 P(r) with the least largest relative error, 3.1e-9, for |r| <= ln 2 / 2.
+  __m256 p = _mm256_set1_ps(0.001381459878757596f);
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.008368716575205326f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.04166838899254799f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.1666652113199234f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.4999999403953552f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+  // Times 2**n: n added to the exponent.
+  const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power));
+}
+
+// scores[m][t] = sum over d of q[m][d] k[d][t], d ascending; 16 tokens. With kAhead it prefetches one line of `ahead`
+// (or two, for float32) per d: as many as the keys and values of 16 tokens take.
+template <int M, bool kAhead, class T>
 void score_block(const float* q, int64_t H, const T* k, float* scores, const char* ahead) {
   __m256 sum[M][2];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm256_setzero_ps();
   for (int64_t d = 0; d < H; ++d) {
     const __m256 k0 = load8(k + d * kKVTokens), k1 = load8(k + d * kKVTokens + 8);
-    if (ahead != nullptr) {
+    if constexpr (kAhead) {
 #pragma GCC unroll 2
       for (size_t line = 0; line < sizeof(T) / 2; ++line) {
         _mm_prefetch(ahead + (d * (sizeof(T) / 2) + line) * 64, _MM_HINT_T0);
@@ -82,15 +104,15 @@ void weigh_block(const float* p, int64_t begin, int64_t end, const T* v, int64_t
   }
 }
 
-template <class T>
+template <bool kAhead, class T>
 void score_vectors(int M, const float* q, int64_t H, const T* k, float* scores, const char* ahead) {
   switch (M) {
-    case 1: return score_block<1>(q, H, k, scores, ahead);
-    case 2: return score_block<2>(q, H, k, scores, ahead);
-    case 3: return score_block<3>(q, H, k, scores, ahead);
-    case 4: return score_block<4>(q, H, k, scores, ahead);
-    case 5: return score_block<5>(q, H, k, scores, ahead);
-    default: return score_block<6>(q, H, k, scores, ahead);
+    case 1: return score_block<1, kAhead>(q, H, k, scores, ahead);
+    case 2: return score_block<2, kAhead>(q, H, k, scores, ahead);
+    case 3: return score_block<3, kAhead>(q, H, k, scores, ahead);
+    case 4: return score_block<4, kAhead>(q, H, k, scores, ahead);
+    case 5: return score_block<5, kAhead>(q, H, k, scores, ahead);
+    default: return score_block<6, kAhead>(q, H, k, scores, ahead);
   }
 }
 
@@ -277,16 +299,18 @@ class Attention {
     const T* parts[kParts];
     for (int64_t j = first_part; j < end_part; ++j) {
       parts[j] = kv_block(walk, origin + j * kKVTokens);
-      const int64_t next = origin + kBlock + j * kKVTokens;
-      const char* ahead =
-          direct && next <= last_position ? reinterpret_cast<const char*>(kv_block(walk, next)) : nullptr;
       float* scores = work.scores + j * kKVTokens;
       if (direct) {
-        score_vectors(static_cast<int>(V), work.q, H_, parts[j], scores, ahead);
+        // The same part of the next block; close to the end, the last part.
+        const int64_t next = std::min(origin + kBlock + j * kKVTokens, last_position);
+        const char* ahead = reinterpret_cast<const char*>(kv_block(walk, next));
+        score_vectors<true>(static_cast<int>(V), work.q, H_, parts[j], scores, ahead);
         continue;
       }
       const float* keys = as_float(parts[j], work.block);
-      for_groups(V, [&](int64_t v, int M) { score_vectors(M, work.q + v * H_, H_, keys, scores + v * kBlock, nullptr); });
+      for_groups(V, [&](int64_t v, int M) {
+        score_vectors<false>(M, work.q + v * H_, H_, keys, scores + v * kBlock, nullptr);
+      });
     }
 
     for (int64_t row = 0; row < walk.num_rows; ++row) {
@@ -361,7 +385,7 @@ class Attention {
     __m256 total = _mm256_mul_ps(_mm256_loadu_ps(work.lanes + v * 8), _mm256_set1_ps(shrink));
     const __m256 now8 = _mm256_set1_ps(now);
     for (int64_t t = begin; t < end; t += 8) {
-      __m256 weight = exp8(_mm256_sub_ps(_mm256_loadu_ps(scores + t), now8));
+      __m256 weight = exp_nonpositive(_mm256_sub_ps(_mm256_loadu_ps(scores + t), now8));
       if (!all_seen) weight = _mm256_and_ps(weight, seen(t));
       _mm256_storeu_ps(scores + t, weight);
       total = _mm256_add_ps(total, weight);
