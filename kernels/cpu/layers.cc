@@ -256,7 +256,7 @@ ffi::Error project(F32Buffer attended, F32Buffer x, BytesBuffer blob, I32Buffer 
 
 // act(gate) * up for 32 columns of up to kTileRows rows, into the activations of the next product.
 template <class Activate>
-TWINJET_INLINE void gate_group(const float* gate, const float* up, int64_t count, int64_t num_rows, int64_t first_row,
+TWINJET_INLINE void gate_group(const float* gate, const float* up, int64_t count, int64_t num_rows, int64_t tile,
                                int64_t group, const Activations& next, Activate&& activate) {
   // [panel of two][row][16]
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -266,7 +266,7 @@ TWINJET_INLINE void gate_group(const float* gate, const float* up, int64_t count
       _mm256_store_ps(h + 8 * i, _mm256_mul_ps(activate(_mm256_load_ps(gate + at)), _mm256_load_ps(up + at)));
     }
     for (int64_t i = count; i < kGroup; ++i) h[i] = 0.0f;
-    next.set_group(first_row + r, group, h);
+    next.set_group(tile, r, group, h);
   }
 }
 
@@ -292,11 +292,11 @@ void gated_product(const KernelScope& scope, const Matrix& gate_up, const Activa
       for (int64_t panel = 0; panel < num_panels; ++panel) {
         multiply_tile(acts, tile, up, 2 * group + panel, u + panel * kTileRows * kPanel);
       }
-      const int64_t first = acts.plan.first_row(tile), rows = acts.plan.rows(tile);
+      const int64_t rows = acts.plan.rows(tile);  // the next product's tiles are the same
       if (gelu) {
-        gate_group(g, u, count, rows, first, group, next, [](__m256 v) { return gelu_tanh8(v); });
+        gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return gelu_tanh8(v); });
       } else {
-        gate_group(g, u, count, rows, first, group, next, [](__m256 v) { return silu8(v); });
+        gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return silu8(v); });
       }
     }
   });

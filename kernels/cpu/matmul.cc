@@ -250,9 +250,8 @@ Activations::Activations(const KernelScope& scope, const Matrix& matrix, int64_t
   if (matrix.needs(Activation::kFloat)) float_ = scope.scratch().take<float>(groups * kGroup);
 }
 
-void Activations::set_group(int64_t row, int64_t group, const float* values) const {
-  const int64_t tile = plan.tile_of(row), first = plan.first_row(tile);
-  const int64_t at = first * num_groups + group * plan.rows(tile) + (row - first);
+void Activations::set_group(int64_t tile, int64_t r, int64_t group, const float* values) const {
+  const int64_t at = plan.first_row(tile) * num_groups + group * plan.rows(tile) + r;
   __m256 v[4];
   for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(values + 8 * i);
   if (float_ != nullptr) {
@@ -290,12 +289,13 @@ void Activations::set_group(int64_t row, int64_t group, const float* values) con
 }
 
 void Activations::set_row(int64_t row, const float* values) const {
+  const int64_t tile = plan.tile_of(row), r = row - plan.first_row(tile);
   const int64_t whole = num_inputs / kGroup;
-  for (int64_t g = 0; g < whole; ++g) set_group(row, g, values + g * kGroup);
+  for (int64_t g = 0; g < whole; ++g) set_group(tile, r, g, values + g * kGroup);
   if (whole < num_groups) {
     float rest[kGroup] = {};
     std::copy(values + whole * kGroup, values + num_inputs, rest);
-    set_group(row, whole, rest);
+    set_group(tile, r, whole, rest);
   }
 }
 

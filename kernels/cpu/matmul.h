@@ -40,8 +40,8 @@ class Activations {
   // `num_inputs` as in the matrix; memory from the scope's scratch. Holds the kinds that `matrix` needs.
   Activations(const KernelScope& scope, const Matrix& matrix, int64_t num_rows);
 
-  // Sets one group of one row from 32 floats (zeros past the last input).
-  void set_group(int64_t row, int64_t group, const float* values) const;
+  // Sets one group of the r-th row of a tile from 32 floats (zeros past the last input).
+  void set_group(int64_t tile, int64_t r, int64_t group, const float* values) const;
   // Sets a row from its inputs.
   void set_row(int64_t row, const float* values) const;
 
