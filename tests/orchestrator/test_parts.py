@@ -4,12 +4,13 @@ import asyncio
 import gc
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.orchestrator.simulation import READY, request
 from twinjet.core.errors import ConfigError, ContextTooLong, InvalidRequest
-from twinjet.core.types import EngineInfo, TokenEvent, TokenLogprobs
+from twinjet.core.types import EngineInfo, SamplingParams, TokenEvent, TokenLogprobs
 from twinjet.orchestrator.admission import check_request
 from twinjet.orchestrator.environment import worker_environment
 from twinjet.orchestrator.journal import Entry, HeldPages
@@ -50,12 +51,26 @@ INFO = EngineInfo(
         ({"stop_token_ids": frozenset({-1})}, "stop_token_ids"),
         ({"num_logprobs": -1}, "logprobs"),
         ({"num_logprobs": 21}, "logprobs"),
+        # What a program may pass and no engine could read.
+        ({"prompt": (1, 1.5)}, "prompt"),
+        ({"prompt": ("a",)}, "prompt"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"num_logprobs": 1.5}, "logprobs"),
+        ({"stop_token_ids": frozenset({"a"})}, "stop_token_ids"),
     ],
 )
 def test_what_cannot_run_is_refused_by_the_field_to_change(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         check_request(request("a", **fields), INFO)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("field", ["top_k", "seed", "choice"])
+def test_sampling_that_no_engine_could_read_is_refused(field: str):
+    sampling = SamplingParams(**{field: 1.5})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidRequest, match=r"must be an int, got 1\.5") as caught:
+        check_request(replace(request("a"), sampling=sampling), INFO)
+    assert caught.value.param == field
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens", "param"), [(32, 1, "prompt"), (30, 3, "max_tokens")])

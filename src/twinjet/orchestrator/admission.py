@@ -6,6 +6,7 @@ from twinjet.core.types import MAX_LOGPROBS, EngineInfo, Request
 
 def check_request(request: Request, info: EngineInfo) -> None:
     """Raises: InvalidRequest, ContextTooLong."""
+    _check_types(request)
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty; send at least one token", "prompt")
     if request.max_tokens < 1:
@@ -17,6 +18,32 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise InvalidRequest(
             f"log-probabilities of 0 to {MAX_LOGPROBS} tokens can be reported, got {request.num_logprobs}", "logprobs"
         )
+
+
+def _check_types(request: Request) -> None:
+    """Python lets through what no engine can read; such a request would cost engine after engine."""
+    sampling = request.sampling
+    for name, value in (
+        ("max_tokens", request.max_tokens),
+        ("logprobs", request.num_logprobs),
+        ("top_k", sampling.top_k),
+        ("seed", sampling.seed),
+        ("choice", sampling.choice),
+    ):
+        if type(value) is not int and not (value is None and name == "logprobs"):
+            raise InvalidRequest(f"{name} must be an int, got {value!r}", name)
+    for name, value in (
+        ("temperature", sampling.temperature),
+        ("top_p", sampling.top_p),
+        ("min_p", sampling.min_p),
+    ):
+        if type(value) is not int and not isinstance(value, float):
+            raise InvalidRequest(f"{name} must be a float, got {value!r}", name)
+    for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.stop_token_ids)):
+        # numpy's integers are fine. Types first: a prompt has few, and may have 100,000 ids.
+        if not all(hasattr(kind, "__index__") for kind in set(map(type, ids))):
+            wrong = next(one for one in ids if not hasattr(one, "__index__"))
+            raise InvalidRequest(f"{name}: token ids must be integers, got {wrong!r}", name)
 
 
 def _check_context(num_prompt: int, max_tokens: int, context: int) -> None:
