@@ -11,17 +11,15 @@ from tests.models.naive import NaiveModel
 from tests.tiny_models import write_tiny_gemma3, write_tiny_llama
 
 LLAMAS: dict[str, dict[str, Any]] = {
-    "tied": {},
+    "tied, quantised": {"quant": "Q8_0"},
     "untied, every head its own keys": {"tied": False, "num_heads": 2, "num_kv_heads": 2, "head_dim": 32, "seed": 1},
     "rope factors": {"rope_factors": np.linspace(1.0, 8.0, 8).tolist(), "rope_theta": 500_000.0},
     "scaled positions, one head of keys": {"rope_scale": 4.0, "num_kv_heads": 1, "num_layers": 3},
-    "quantised": {"quant": "Q8_0"},
 }
 GEMMAS: dict[str, dict[str, Any]] = {
     "windows of 24": {},
-    "windows of 1": {"sliding_window": 1, "seed": 1},
     "windows over everything, scaled positions": {"sliding_window": 4096, "rope_scale": 8.0, "num_kv_heads": 2},
-    "a group of layers cut short": {"num_layers": 8, "seed": 4},
+    "windows of 1, a group of layers cut short": {"sliding_window": 1, "num_layers": 8, "seed": 4},
 }
 
 
