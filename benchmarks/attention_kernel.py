@@ -25,7 +25,7 @@ MODELS = {"SmolLM2-135M": (9, 3, 64), "Gemma 3 270M": (4, 1, 256), "7B": (32, 8,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--layers", type=int, default=8)

@@ -4,18 +4,17 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import twinjet
+from twinjet.kernels import LIBRARY
 from twinjet.ops.batch import Batch, StepLayout
 from twinjet.ops.params import KVCache
 
-LIBRARY = Path(twinjet.__file__).parent / "kernels" / "libtwinjet_cpu.so"
 BLOCK = 16
 """Tokens per block of the pool."""
 
@@ -76,14 +75,14 @@ def to_pool(kv: KVCache, page_size: int) -> np.ndarray:
     return np.stack([keys.reshape(flat), values.reshape(flat)], axis=4)
 
 
-def pool_attributes(pool: np.ndarray) -> dict[str, int]:
+def pool_attributes(pool: np.ndarray | jax.Array) -> dict[str, Any]:
     _, num_pages, blocks, num_kv_heads, _, size = pool.shape
     return {
         "num_kv_heads": num_kv_heads, "head_dim": size // BLOCK, "num_pages": num_pages, "page_size": blocks * BLOCK,
     }  # fmt: skip
 
 
-def step_attributes(layout: StepLayout) -> dict[str, int]:
+def step_attributes(layout: StepLayout) -> dict[str, Any]:
     return {"T": layout.num_rows, "B": layout.num_slots, "MP": layout.table_width}
 
 
@@ -104,7 +103,7 @@ def _program(target: str, shapes, attributes, aliases):
 
 
 def attend(
-    layout: StepLayout, packed: np.ndarray, q: np.ndarray, pool: np.ndarray, layer: int, scale: float,
+    layout: StepLayout, packed: np.ndarray, q: np.ndarray, pool: np.ndarray | jax.Array, layer: int, scale: float,
     window: int | None = None, soft_cap: float = 0.0,
 ) -> np.ndarray:  # fmt: skip
     """[T, N, H] of queries [T, N, H]."""

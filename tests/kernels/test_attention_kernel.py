@@ -1,6 +1,7 @@
 """The attention kernel against its definition and the reference op, and a row's bits whatever is round it."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +191,7 @@ def test_pools_that_it_cannot_read_are_refused(page_size: int, head_dim: int) ->
     layout = StepLayout(4, 2, 8)
     pool = np.zeros((1, 4, 1, 1, 2, 16 * 64), np.float32)
     arguments = [np.zeros((4, head_dim), np.float32), pool, np.zeros(layout.size, np.int32)]
-    attributes = pool_attributes(pool) | {"page_size": page_size, "head_dim": head_dim}
+    attributes: dict[str, Any] = pool_attributes(pool) | {"page_size": page_size, "head_dim": head_dim}
     with pytest.raises(jax.errors.JaxRuntimeError, match="multiple of 16"):
         call(
             "twinjet_attend", [jax.ShapeDtypeStruct((4, head_dim), np.float32)], arguments, **step_attributes(layout),

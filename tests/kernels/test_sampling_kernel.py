@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,8 @@ def test_the_narrowest_settings_are_greedy(params: SamplingParams) -> None:
 def test_settings_that_filter_nothing_change_no_draw() -> None:
     logits = _logits(np.random.default_rng(7), S, 700)
     plain = _choose(logits, [(SamplingParams(seed=row), 9) for row in range(S)])
-    for off in ({"top_k": 700}, {"top_k": MAX_TOP_K}, {"top_p": 1.0 - 1e-12}, {"min_p": 1e-50}):
+    settings: list[dict[str, Any]] = [{"top_k": 700}, {"top_k": MAX_TOP_K}, {"top_p": 1.0 - 1e-12}, {"min_p": 1e-50}]
+    for off in settings:
         same = _choose(logits, [(SamplingParams(seed=row, **off), 9) for row in range(S)])
         np.testing.assert_array_equal(same, plain)
 
@@ -149,7 +151,8 @@ def test_draws_reach_both_ends_of_the_vocabulary_and_nothing_between() -> None:
     V = 8193
     ends = np.full((S, V), -np.inf, np.float32)
     ends[:, [0, V - 1]] = 0.0
-    for kind in ({}, {"top_k": 2}, {"top_p": 0.99}, {"min_p": 0.5}):
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 2}, {"top_p": 0.99}, {"min_p": 0.5}]
+    for kind in kinds:
         assert set(_choose(ends, [(SamplingParams(seed=row, **kind), 1) for row in range(S)])) == {0, V - 1}
 
 
