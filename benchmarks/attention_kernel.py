@@ -1,6 +1,6 @@
 """Time of the attention kernel: nanoseconds per token and KV head for decoding rows, GFLOP/s for prompts.
 
-    python benchmarks/attention_kernel.py [--threads 2] [--repeats 20]
+    python -m benchmarks.attention_kernel [--threads 2] [--repeats 20]
 
 Decoding walks `--layers` layers in turn, so that keys and values come from memory and not from a cache.
 Processor time stands beside wall-clock time: on a machine that others use, it says better what the kernel costs.

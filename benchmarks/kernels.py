@@ -3,19 +3,19 @@
 Prints one line for each and writes a list of measurements with --json. The limits are those of two cores of AMD Zen 3
 (their sources are in the field `limits`); give others with --gops4, --gops8 and --gbps.
 
-    python benchmarks/kernels.py [--threads 2] [--quick] [--json FILE]
+    python -m benchmarks.kernels [--threads 2] [--quick] [--json FILE]
 """
 
 import argparse
-import json
+import os
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.provenance import report, write_json
 from twinjet.ops.cpu_library import load_library
 from twinjet.ops.cpu_weights import FORMATS, pack_model
 from twinjet.ops.params import RawModel
@@ -99,10 +99,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the CPU kernels' products by shape, type and rows.")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", metavar="FILE", help="write the results here, - for standard output")
     for name, value in LIMITS.items():
         parser.add_argument(f"--{name}", type=float, default=value, help=f"this machine's limit (default {value})")
     arguments = parser.parse_args()
+    load_average = os.getloadavg()[0]
     load_library().set_threads(arguments.threads)
     results = []
     for quant in QUANTS:
@@ -123,8 +124,8 @@ def main() -> None:
                 )
     if arguments.json:
         limits = {name: getattr(arguments, name) for name in LIMITS}
-        report = {"threads": arguments.threads, "limits": limits, "runs": results}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        figures = {"threads": arguments.threads, "limits": limits, "runs": results}
+        write_json(arguments.json, report("kernels", load_average, figures))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import sys
 import time
@@ -21,6 +22,8 @@ from dataclasses import asdict, dataclass, field
 
 import aiohttp
 import numpy as np
+
+from benchmarks.provenance import report, write_json
 
 WORDS = """
 river stone window garden letter market engine winter summer doctor paper music bridge forest island planet
@@ -303,6 +306,7 @@ def main() -> int:
     parser.add_argument("--goodput", nargs="+", metavar="TERM:MS", help="targets, as ttft:500 tpot:50")
     parser.add_argument("--json", metavar="FILE", help="write the report here too, - for standard output instead")
     args = parser.parse_args()
+    load_average = os.getloadavg()[0]
     try:
         goodput = parse_goodput(args.goodput) if args.goodput else None
     except ValueError as error:
@@ -330,18 +334,14 @@ def main() -> int:
     except LoadError as error:
         print(f"load: {error}", file=sys.stderr)
         return 1
-    report = summarise(outcomes, duration_s, goodput)
+    summary = summarise(outcomes, duration_s, goodput)
     if args.json != "-":
-        print(table(report))
+        print(table(summary))
     if args.json:
         targets = asdict(goodput) if goodput else None
-        text = json.dumps({"settings": asdict(settings), "goodput": targets, **report}, indent=1) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-        else:
-            with open(args.json, "w") as file:
-                file.write(text)
-    return 1 if report["failed_requests"] else 0
+        figures = {"settings": asdict(settings), "goodput": targets, **summary}
+        write_json(args.json, report("load", load_average, figures))
+    return 1 if summary["failed_requests"] else 0
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ touch, and buffers of one chunk. Nothing may grow with the square of its length.
 
 import argparse
 import asyncio
-import json
+import os
 import random
 import statistics
 import time
 from contextlib import aclosing
 from pathlib import Path
 
+from benchmarks.provenance import report, write_json
 from twinjet import AsyncLLM
 from twinjet.assemble import kv_bytes_per_token
 from twinjet.options import EngineOptions
@@ -57,15 +58,17 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompts", default="500,2000,8000", help="prompt lengths in tokens, ascending")
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", help="write the results here, - for standard output")
     args = parser.parse_args()
     lengths = [int(length) for length in args.prompts.split(",")]
+    load_average = os.getloadavg()[0]
     rows = asyncio.run(measure(args.model, lengths, EngineOptions(exact=args.exact)))
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     print(f"median prefill {statistics.median(row['prefill_tokens_per_s'] for row in rows)} tok/s")
     if args.json:
-        args.json.write_text(json.dumps({"model": args.model, "exact": args.exact, "results": rows}, indent=1) + "\n")
+        figures = {"model": args.model, "exact": args.exact, "results": rows}
+        write_json(args.json, report("long_prompt", load_average, figures))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -36,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks.provenance import report, write_json
 from benchmarks.split_roles.clients import NUM_STREAMS
 from benchmarks.split_roles.engine import compile_device
 from benchmarks.split_roles.launch import start_role
@@ -209,25 +209,6 @@ def summarise(windows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def describe_machine() -> dict[str, str | int]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count() or 0,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-
-
-def describe_commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "process_split.py", "split_roles", "../src/twinjet/wire")
-    return git("rev-parse", "HEAD") + (" with changes" if changed else "")
-
-
 COLUMNS = (
     ("gap p50", "gap_p50_ms", "{:.2f}", 1),
     ("gap p99", "gap_p99_ms", "{:.2f}", 1),
@@ -282,12 +263,7 @@ def drive(rounds: int, window_s: float, json_path: str | None) -> None:
     ]
     print(table(results))
     if json_path:
-        report = {
-            "benchmark": "process_split",
-            "commit": describe_commit(),
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": describe_machine(),
-            "load_average_at_start": load_average,
+        settings = {
             "rounds": rounds,
             "window_s": window_s,
             "streams": NUM_STREAMS,
@@ -295,7 +271,7 @@ def drive(rounds: int, window_s: float, json_path: str | None) -> None:
             "short_switch_interval_s": SHORT_SWITCH_INTERVAL_S,
             "results": results,
         }
-        Path(json_path).write_text(json.dumps(report, indent=1) + "\n")
+        write_json(json_path, report("process_split", load_average, settings))
 
 
 def main() -> None:

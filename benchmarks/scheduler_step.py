@@ -7,14 +7,14 @@ Rows `decode N`: N streams decoding at pipeline depth 2. Rows `decode N + prompt
 """
 
 import argparse
-import json
+import os
 import statistics
-import sys
 import time
 from collections import deque
 
 import numpy as np
 
+from benchmarks.provenance import report, write_json
 from twinjet.core.config import CacheConfig, SchedulerConfig
 from twinjet.core.plan import Plan, StepOutput
 from twinjet.core.types import SamplingParams
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", help="write the results here, - for stdout")
     arguments = parser.parse_args()
+    load_average = os.getloadavg()[0]
     results: list[dict[str, object]] = []
     for num_streams in (1, 8, 32):
         for long_prompt in (False, True):
@@ -86,14 +87,10 @@ def main() -> None:
                     "p99_us": round(statistics.quantiles(times_us, n=100)[98], 1),
                 }
             )
-    if arguments.json == "-":
-        json.dump(results, sys.stdout, indent=1)
-        return
-    for result in results:
+    for result in results if arguments.json != "-" else ():
         print(f"{result['case']:>20}  median {result['median_us']:>7} us  p99 {result['p99_us']:>7} us")
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(results, file, indent=1)
+        write_json(arguments.json, report("scheduler_step", load_average, {"results": results}))
 
 
 if __name__ == "__main__":

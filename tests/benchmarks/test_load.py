@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -188,8 +189,8 @@ def run_command(server: FakeServer, *words: str) -> tuple[int, str, str]:
         async with server.running():
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                load.__file__,
-                *("--url", server.url, *words),
+                *("-m", load.__name__, "--url", server.url, *words),
+                cwd=Path(load.__file__).parents[1],
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
