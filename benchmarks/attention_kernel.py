@@ -7,15 +7,13 @@ Processor time stands beside wall-clock time: on a machine that others use, it s
 """
 
 import argparse
-import ctypes
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import twinjet
+from twinjet.kernels import open_library
 from twinjet.ops.batch import StepLayout
 
 PAGE_SIZE = 16
@@ -30,7 +28,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--layers", type=int, default=8)
     arguments = parser.parse_args()
-    library = ctypes.CDLL(str(Path(twinjet.__file__).parent / "kernels" / "libtwinjet_cpu.so"))
+    library = open_library()
     library.twinjet_init(arguments.threads)
     jax.ffi.register_ffi_target("twinjet_attend", jax.ffi.pycapsule(library.twinjet_attend), platform="cpu")
 

@@ -2,9 +2,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention.h"
 #include "batch.h"
 #include "ffi.h"
-#include "kv.h"
 #include "matmul.h"
 #include "simd.h"
 #include "threads.h"
@@ -163,27 +163,6 @@ void rotate(float* x, const float* table, int64_t dims, bool adjacent) {
   }
 }
 
-// What the pool holds: float16 saturated, so that it never holds an infinity, or float32.
-TWINJET_INLINE void put_kv(uint16_t* to, float v) {
-  const __m128 clamped = _mm_max_ss(_mm_min_ss(_mm_set_ss(v), _mm_set_ss(65504.0f)), _mm_set_ss(-65504.0f));
-  *to = f32_to_f16(_mm_cvtss_f32(clamped));
-}
-TWINJET_INLINE void put_kv(float* to, float v) {
-  const __m128 clamped = _mm_max_ss(_mm_min_ss(_mm_set_ss(v), _mm_set_ss(3e38f)), _mm_set_ss(-3e38f));
-  *to = _mm_cvtss_f32(clamped);
-}
-
-template <class T>
-void append_kv(T* pool, const KVLayout& kv, int64_t layer, int64_t page, int64_t position, const float* keys,
-               const float* values) {
-  const int64_t H = kv.head_dim, token = position % kKVTokens;
-  for (int64_t head = 0; head < kv.num_heads; ++head) {
-    T* block = pool + kv.block_at(layer, page, position, head);
-    for (int64_t d = 0; d < H; ++d) put_kv(block + kv.key_at(d, token), keys[head * H + d]);
-    for (int64_t d = 0; d < H; ++d) put_kv(block + kv.value_at(token, d), values[head * H + d]);
-  }
-}
-
 ffi::Error qkv(F32Buffer x, BytesBuffer blob, ffi::AnyBuffer pool, I32Buffer packed, F32Buffer rope, ResultF32 q,
                ResultAny pool_out, int64_t T, int64_t B, int64_t MP, int64_t layer, int64_t num_heads,
                int64_t num_kv_heads, int64_t head_dim, int64_t num_pages, int64_t page_size, Numbers weights,
@@ -197,7 +176,7 @@ ffi::Error qkv(F32Buffer x, BytesBuffer blob, ffi::AnyBuffer pool, I32Buffer pac
   if (pool.untyped_data() != pool_out->untyped_data()) return invalid("the KV pool was copied: it is not donated");
   const ffi::DataType dtype = pool.element_type();
   if (dtype != ffi::F16 && dtype != ffi::F32) return invalid("KV pool of another dtype than float16 or float32");
-  const KVLayout kv{num_pages, page_size, K, H};
+  const KVPool kv{pool.untyped_data(), dtype == ffi::F16 ? KVType::kF16 : KVType::kF32, {num_pages, page_size, K, H}};
   const int64_t rope_dims = rope.dimensions()[2];
 
   const float* in = x.typed_data();
@@ -231,10 +210,8 @@ ffi::Error qkv(F32Buffer x, BytesBuffer blob, ffi::AnyBuffer pool, I32Buffer pac
       const int64_t position = step.position(row);
       const int64_t page = step.pages(step.slot(row))[position / page_size];
       const float* keys = kv_rows + row * 2 * K * H;
-      if (dtype == ffi::F16) {
-        append_kv(static_cast<uint16_t*>(pool.untyped_data()), kv, layer, page, position, keys, keys + K * H);
-      } else {
-        append_kv(static_cast<float*>(pool.untyped_data()), kv, layer, page, position, keys, keys + K * H);
+      for (int64_t head = 0; head < K; ++head) {
+        append_kv(kv, layer, page, position, head, keys + head * H, keys + (K + head) * H);
       }
     }
   });
