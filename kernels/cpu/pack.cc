@@ -16,11 +16,11 @@ enum class Quant : int64_t {
   kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,
 };
 
-// 32 inputs of one column.
+// 32 inputs of one column: integers as stored, unsigned but for 8 bits, and scales as stored.
 struct Group {
   int32_t q[kGroup];
-  float scale[2];  // of each half
-  float minimum;
+  uint16_t scale, minimum;         // float16; of K-quants the super-scales
+  int32_t sub_scale, sub_minimum;  // of K-quants; with 6 bits the scales of the two halves
 };
 
 uint16_t load16(const uint8_t* p) {
@@ -78,42 +78,41 @@ int64_t row_bytes(Quant quant, int64_t K) {
 }
 
 void read_group(Quant quant, const uint8_t* row, int64_t g, Group* out) {
-  out->minimum = 0.0f;
+  *out = {};
   const int64_t part = g % 8;  // of a block of 256
   switch (quant) {
     case Quant::kQ4_0: {
       const uint8_t* block = row + g * 18;
       split_nibbles(block + 2, out->q);
-      out->scale[0] = out->scale[1] = half_at(block);
-      return;  // less 8, which the format implies
+      out->scale = load16(block);
+      return;
     }
     case Quant::kQ4_1: {
       const uint8_t* block = row + g * 20;
       split_nibbles(block + 4, out->q);
-      out->scale[0] = out->scale[1] = half_at(block);
-      out->minimum = half_at(block + 2);
+      out->scale = load16(block);
+      out->minimum = load16(block + 2);
       return;
     }
     case Quant::kQ5_0: {
       const uint8_t* block = row + g * 22;
       split_nibbles(block + 6, out->q);
       add_fifth_bits(load32(block + 2), out->q);
-      for (int32_t& q : out->q) q -= 16;
-      out->scale[0] = out->scale[1] = half_at(block);
+      out->scale = load16(block);
       return;
     }
     case Quant::kQ5_1: {
       const uint8_t* block = row + g * 24;
       split_nibbles(block + 8, out->q);
       add_fifth_bits(load32(block + 4), out->q);
-      out->scale[0] = out->scale[1] = half_at(block);
-      out->minimum = half_at(block + 2);
+      out->scale = load16(block);
+      out->minimum = load16(block + 2);
       return;
     }
     case Quant::kQ8_0: {
       const uint8_t* block = row + g * 34;
       for (int i = 0; i < 32; ++i) out->q[i] = static_cast<int8_t>(block[2 + i]);
-      out->scale[0] = out->scale[1] = half_at(block);
+      out->scale = load16(block);
       return;
     }
     case Quant::kQ4_K:
@@ -125,24 +124,22 @@ void read_group(Quant quant, const uint8_t* row, int64_t g, Group* out) {
         out->q[i] = part % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
         if (five) out->q[i] |= (block[16 + i] >> part & 1) << 4;
       }
-      int scale, minimum;
-      k_scales(block + 4, static_cast<int>(part), &scale, &minimum);
-      out->scale[0] = out->scale[1] = half_at(block) * static_cast<float>(scale);  // exact: 11 and 6 bits
-      out->minimum = -(half_at(block + 2) * static_cast<float>(minimum));
+      k_scales(block + 4, static_cast<int>(part), &out->sub_scale, &out->sub_minimum);
+      out->scale = load16(block);
+      out->minimum = load16(block + 2);
       return;
     }
     case Quant::kQ6_K: {
       const uint8_t* block = row + g / 8 * 210;
       const uint8_t* low = block + part / 4 * 64 + part % 2 * 32;
       const uint8_t* high = block + 128 + part / 4 * 32;
-      const float d = half_at(block + 208);
       for (int i = 0; i < 32; ++i) {
         const int nibble = part % 4 < 2 ? low[i] & 15 : low[i] >> 4;
-        out->q[i] = (nibble | (high[i] >> (2 * (part % 4)) & 3) << 4) - 32;
+        out->q[i] = nibble | (high[i] >> (2 * (part % 4)) & 3) << 4;
       }
-      for (int half = 0; half < 2; ++half) {
-        out->scale[half] = d * static_cast<float>(static_cast<int8_t>(block[192 + 2 * part + half]));
-      }
+      out->scale = load16(block + 208);
+      out->sub_scale = static_cast<int8_t>(block[192 + 2 * part]);
+      out->sub_minimum = static_cast<int8_t>(block[192 + 2 * part + 1]);
       return;
     }
     default: return;
@@ -150,44 +147,79 @@ void read_group(Quant quant, const uint8_t* row, int64_t g, Group* out) {
 }
 
 void put16(uint8_t* p, uint16_t v) { std::memcpy(p, &v, sizeof(v)); }
-void put32(uint8_t* p, float v) { std::memcpy(p, &v, sizeof(v)); }
 
-// Where an input of a column lies in a 4-bit group, and in which nibble.
-constexpr int64_t q4_byte(int64_t column, int64_t k) {
-  return k % 16 / 4 * 64 + column / 8 * 32 + column % 8 * 4 + k % 4;
-}
+// Where an input of a column lies among 8 columns x 4 inputs.
+constexpr int64_t lane_of(int64_t column, int64_t k) { return column / 8 * 32 + column % 8 * 4 + k % 4; }
+// The byte of its low four bits; those of inputs 16.. are the high nibble.
+constexpr int64_t nibble_byte(int64_t column, int64_t k) { return k % 16 / 4 * 64 + lane_of(column, k); }
+constexpr int64_t fifth_byte(int64_t column, int64_t k) { return 256 + lane_of(column, k); }
+constexpr int64_t upper_byte(int64_t column, int64_t k) { return 256 + k / 16 * 64 + lane_of(column, k); }
 constexpr int64_t q8_byte(int64_t column, int64_t k) { return k / 2 * 32 + column * 2 + k % 2; }
 
-bool put_group(Format format, const Group& group, int64_t column, uint8_t* out) {
-  const bool four = activation_of(format) == Activation::kInt8;
-  for (int64_t k = 0; k < kGroup; ++k) {
-    if (four) {
-      out[q4_byte(column, k)] |= static_cast<uint8_t>(group.q[k] << (k < 16 ? 0 : 4));
-    } else {
-      out[q8_byte(column, k)] = static_cast<uint8_t>(group.q[k]);
-    }
+bool five_bits(Format format) { return format == Format::kQ5 || format == Format::kQ5M || format == Format::kQ5K; }
+
+int32_t get_integer(Format format, const uint8_t* group, int64_t column, int64_t k) {
+  if (format == Format::kQ8) return static_cast<int8_t>(group[q8_byte(column, k)]);
+  const int32_t low = group[nibble_byte(column, k)] >> (k < 16 ? 0 : 4) & 15;
+  if (five_bits(format)) return low | (group[fifth_byte(column, k)] >> k / 4 & 1) << 4;
+  if (format == Format::kQ6K) return low | (group[upper_byte(column, k)] >> (k % 16 / 4 * 2) & 3) << 4;
+  return low;
+}
+
+void put_integer(Format format, int32_t q, int64_t column, int64_t k, uint8_t* group) {
+  if (format == Format::kQ8) {
+    group[q8_byte(column, k)] = static_cast<uint8_t>(q);
+    return;
   }
-  uint8_t* scales = out + (four ? 256 : 512);
+  group[nibble_byte(column, k)] |= static_cast<uint8_t>((q & 15) << (k < 16 ? 0 : 4));
+  if (five_bits(format)) group[fifth_byte(column, k)] |= static_cast<uint8_t>(q >> 4 << k / 4);
+  if (format == Format::kQ6K) group[upper_byte(column, k)] |= static_cast<uint8_t>(q >> 4 << (k % 16 / 4 * 2));
+}
+
+bool finite16(uint16_t bits) { return (bits & 0x7C00) != 0x7C00; }
+
+// `super`: where the group's super-scales lie, in formats that have them.
+bool put_group(Format format, const Group& group, int64_t column, uint8_t* super, uint8_t* out) {
+  for (int64_t k = 0; k < kGroup; ++k) put_integer(format, group.q[k], column, k, out);
+  uint8_t* scales = out + scales_at(format);
+  if (super_bytes(format) == 0) {
+    put16(scales + 2 * column, group.scale);
+    if (format == Format::kQ4M || format == Format::kQ5M) put16(scales + 32 + 2 * column, group.minimum);
+  } else {
+    put16(super + 2 * column, group.scale);
+    if (format != Format::kQ6K) put16(super + 32 + 2 * column, group.minimum);
+    scales[column] = static_cast<uint8_t>(group.sub_scale);
+    scales[16 + column] = static_cast<uint8_t>(group.sub_minimum);
+  }
+  return finite16(group.scale) && finite16(group.minimum);
+}
+
+// Scale of each half of a group, and its minimum, as floats.
+struct GroupScales {
+  float scale[2];
+  float minimum;
+};
+
+GroupScales get_scales(Format format, const uint8_t* super, const uint8_t* group, int64_t column) {
+  const uint8_t* scales = group + scales_at(format);
+  const float own = half_at(scales + 2 * column);
   switch (format) {
-    case Format::kQ4:
-    case Format::kQ8: put16(scales + 2 * column, f32_to_f16(group.scale[0])); break;
+    case Format::kQ4: return {{own, own}, -8.0f * own};
+    case Format::kQ5: return {{own, own}, -16.0f * own};
     case Format::kQ4M:
-    case Format::kQ8M:
-      put16(scales + 2 * column, f32_to_f16(group.scale[0]));
-      put16(scales + 32 + 2 * column, f32_to_f16(group.minimum));
-      break;
-    case Format::kQ4MF:
-    case Format::kQ8MF:
-      put32(scales + 4 * column, group.scale[0]);
-      put32(scales + 64 + 4 * column, group.minimum);
-      break;
-    case Format::kQ8H:
-      put32(scales + 4 * column, group.scale[0]);
-      put32(scales + 64 + 4 * column, group.scale[1]);
-      break;
-    default: break;
+    case Format::kQ5M: return {{own, own}, half_at(scales + 32 + 2 * column)};
+    case Format::kQ4K:
+    case Format::kQ5K: {
+      const float scale = half_at(super + 2 * column) * static_cast<float>(scales[column]);
+      return {{scale, scale}, -(half_at(super + 32 + 2 * column) * static_cast<float>(scales[16 + column]))};
+    }
+    case Format::kQ6K: {
+      const float d = half_at(super + 2 * column);
+      const int8_t* halves = reinterpret_cast<const int8_t*>(scales);
+      return {{d * static_cast<float>(halves[column]), d * static_cast<float>(halves[16 + column])}, 0.0f};
+    }
+    default: return {{own, own}, 0.0f};
   }
-  return std::isfinite(group.scale[0]) && std::isfinite(group.scale[1]) && std::isfinite(group.minimum);
 }
 
 bool put_floats(Quant quant, const uint8_t* row, int64_t first, int64_t count, int64_t column, uint8_t* out) {
@@ -210,52 +242,30 @@ bool put_floats(Quant quant, const uint8_t* row, int64_t first, int64_t count, i
 }  // namespace
 
 void dequantize_column(const Segment& segment, int64_t column, int64_t num_inputs, float* out) {
-  const uint8_t* group = segment.panel(column / kPanel);
+  const Format format = segment.format;
+  const uint8_t* panel = segment.panel(column / kPanel);
   const int64_t c = column % kPanel;
-  const Activation kind = activation_of(segment.format);
-  for (int64_t g = 0; g < segment.num_groups; ++g, group += group_bytes(segment.format)) {
+  for (int64_t g = 0; g < segment.num_groups; ++g) {
     const int64_t count = std::min(kGroup, num_inputs - g * kGroup);
+    const uint8_t* group = panel + group_at(format, g);
     float* to = out + g * kGroup;
-    if (kind == Activation::kFloat) {
+    if (activation_of(format) == Activation::kFloat) {
       for (int64_t k = 0; k < count; ++k) {
         const int64_t at = k * kPanel + c;
-        if (segment.format == Format::kF32) {
+        if (format == Format::kF32) {
           std::memcpy(to + k, group + 4 * at, 4);
         } else {
           const uint16_t bits = load16(group + 2 * at);
-          to[k] = segment.format == Format::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+          to[k] = format == Format::kF16 ? f16_to_f32(bits) : bf16_to_f32(bits);
         }
       }
       continue;
     }
-    const bool four = kind == Activation::kInt8;
-    const uint8_t* scales = group + (four ? 256 : 512);
-    float scale[2], minimum = 0.0f;
-    switch (segment.format) {
-      case Format::kQ4:
-        scale[0] = scale[1] = half_at(scales + 2 * c);
-        minimum = -8.0f * scale[0];
-        break;
-      case Format::kQ8: scale[0] = scale[1] = half_at(scales + 2 * c); break;
-      case Format::kQ4M:
-      case Format::kQ8M:
-        scale[0] = scale[1] = half_at(scales + 2 * c);
-        minimum = half_at(scales + 32 + 2 * c);
-        break;
-      case Format::kQ8H:
-        std::memcpy(&scale[0], scales + 4 * c, 4);
-        std::memcpy(&scale[1], scales + 64 + 4 * c, 4);
-        break;
-      default:
-        std::memcpy(&scale[0], scales + 4 * c, 4);
-        scale[1] = scale[0];
-        std::memcpy(&minimum, scales + 64 + 4 * c, 4);
-        break;
-    }
+    const GroupScales scales = get_scales(format, panel + super_at(format, g), group, c);
+    const int32_t less = format == Format::kQ6K ? 32 : 0;
     for (int64_t k = 0; k < count; ++k) {
-      const int32_t q = four ? group[q4_byte(c, k)] >> (k < 16 ? 0 : 4) & 15 : static_cast<int8_t>(group[q8_byte(c, k)]);
       // As GGUF's readers round it: the product, then the sum.
-      to[k] = scale[k / 16] * static_cast<float>(q) + minimum;
+      to[k] = scales.scale[k / 16] * static_cast<float>(get_integer(format, group, c, k) - less) + scales.minimum;
     }
   }
 }
@@ -276,16 +286,17 @@ extern "C" __attribute__((visibility("default"))) int twinjet_pack(int64_t forma
   KernelScope scope;
   scope.pool().run((num_columns + kPanel - 1) / kPanel, [&](int64_t panel, int) {
     bool good = true;
+    uint8_t* first = out + panel * groups_bytes(format, num_groups);
     for (int64_t column = 0; column < std::min(kPanel, num_columns - panel * kPanel); ++column) {
       const uint8_t* row = data + (panel * kPanel + column) * stride;
       for (int64_t g = 0; g < num_groups; ++g) {
-        uint8_t* to = out + (panel * num_groups + g) * group_bytes(format);
+        uint8_t* to = first + group_at(format, g);
         if (activation_of(format) == Activation::kFloat) {
           good &= put_floats(quant, row, g * kGroup, std::min(kGroup, num_inputs - g * kGroup), column, to);
         } else {
           Group group;
           read_group(quant, row, g, &group);
-          good &= put_group(format, group, column, to);
+          good &= put_group(format, group, column, first + super_at(format, g), to);
         }
       }
     }

@@ -3,9 +3,15 @@
 //
 // One group of one panel, in bytes:
 //   4-bit   [4 steps][2 halves][32]: a half is 8 columns x 4 inputs; low nibbles hold inputs 4 s.., high ones 16 + 4 s..
+//   5-bit   the low four bits as above, then [2 halves][32] of fifth bits: bit s of a byte belongs to inputs 4 s..
+//   6-bit   the low four bits, then [2][2 halves][32] of upper pairs: bits 2 s.. of a byte to inputs 4 s.., 16 + 4 s..
 //   8-bit   [16 pairs][16 columns][2 inputs], signed
 //   floats  [32 inputs][16 columns]
-// then [16] scales and, in formats with a minimum, [16] minima. A weight is scale * integer + minimum.
+// then [16] float16 scales and, in formats with a minimum, [16] minima. A weight is scale * integer + minimum.
+//
+// K-quants scale twice: eight groups follow [16] float16 super-scales (and as many for minima), and a group ends with
+// [16] 8-bit scales and minima (4 and 5 bits: unsigned), or scales of inputs 0-15 and of 16-31 (6 bits: signed). The
+// product of the two is exact in float32.
 #pragma once
 
 #include <cstdint>
@@ -22,28 +28,62 @@ enum class Format : int64_t {
   kBF16 = 2,
   kQ4 = 3,      // unsigned 4-bit less 8, float16 scale: Q4_0
   kQ4M = 4,     // unsigned 4-bit, float16 scale and minimum: Q4_1
-  kQ4MF = 5,    // the same in float32: Q4_K
-  kQ8 = 6,      // signed 8-bit, float16 scale: Q8_0, Q5_0
-  kQ8M = 7,     // unsigned 5-bit in 8, float16 scale and minimum: Q5_1
-  kQ8MF = 8,    // the same in float32: Q5_K
-  kQ8H = 9,     // signed 8-bit, a float32 scale for each 16 inputs: Q6_K
+  kQ4K = 5,     // unsigned 4-bit, scaled twice: Q4_K
+  kQ5 = 6,      // unsigned 5-bit less 16, float16 scale: Q5_0
+  kQ5M = 7,     // unsigned 5-bit, float16 scale and minimum: Q5_1
+  kQ5K = 8,     // unsigned 5-bit, scaled twice: Q5_K
+  kQ6K = 9,     // unsigned 6-bit less 32, scaled twice, for each 16 inputs: Q6_K
+  kQ8 = 10,     // signed 8-bit, float16 scale: Q8_0
 };
-constexpr int64_t kNumFormats = 10;
+constexpr int64_t kNumFormats = 11;
 
-constexpr int64_t group_bytes(Format format) {
+constexpr int64_t kSuperGroups = 8;  // groups under one super-scale
+
+// Super-scales before every kSuperGroups groups; 0: the format has none.
+constexpr int64_t super_bytes(Format format) {
+  switch (format) {
+    case Format::kQ4K: return 64;
+    case Format::kQ5K: return 64;
+    case Format::kQ6K: return 32;
+    default: return 0;
+  }
+}
+
+// Where a group's scales begin.
+constexpr int64_t scales_at(Format format) {
   switch (format) {
     case Format::kF32: return 32 * 16 * 4;
     case Format::kF16: return 32 * 16 * 2;
     case Format::kBF16: return 32 * 16 * 2;
-    case Format::kQ4: return 256 + 32;
-    case Format::kQ4M: return 256 + 64;
-    case Format::kQ4MF: return 256 + 128;
-    case Format::kQ8: return 512 + 32;
-    case Format::kQ8M: return 512 + 64;
-    case Format::kQ8MF: return 512 + 128;
-    case Format::kQ8H: return 512 + 128;
+    case Format::kQ4: return 256;
+    case Format::kQ4M: return 256;
+    case Format::kQ4K: return 256;
+    case Format::kQ5: return 256 + 64;
+    case Format::kQ5M: return 256 + 64;
+    case Format::kQ5K: return 256 + 64;
+    case Format::kQ6K: return 256 + 128;
+    case Format::kQ8: return 512;
   }
   return 0;
+}
+
+constexpr int64_t group_bytes(Format format) {
+  if (format <= Format::kBF16) return scales_at(format);
+  const bool two_halves = format == Format::kQ4M || format == Format::kQ5M;
+  return scales_at(format) + (two_halves ? 64 : 32);
+}
+
+// Bytes of the first `num_groups` groups of a panel; of whole super-groups where the format has them.
+constexpr int64_t groups_bytes(Format format, int64_t num_groups) {
+  return num_groups * group_bytes(format) + num_groups / kSuperGroups * super_bytes(format);
+}
+
+// Where a group begins in its panel.
+constexpr int64_t group_at(Format format, int64_t group) { return groups_bytes(format, group) + super_bytes(format); }
+
+// Where a group's super-scales begin in its panel.
+constexpr int64_t super_at(Format format, int64_t group) {
+  return groups_bytes(format, group / kSuperGroups * kSuperGroups);
 }
 
 // What a format multiplies with.
@@ -51,7 +91,7 @@ enum class Activation { kInt8, kInt16, kFloat };
 
 constexpr Activation activation_of(Format format) {
   if (format <= Format::kBF16) return Activation::kFloat;
-  return format <= Format::kQ4MF ? Activation::kInt8 : Activation::kInt16;
+  return format == Format::kQ8 ? Activation::kInt16 : Activation::kInt8;
 }
 
 // Consecutive output columns of one format: one tensor of the checkpoint.
@@ -63,7 +103,7 @@ struct Segment {
   const uint8_t* panels;
 
   int64_t num_panels() const { return (num_columns + kPanel - 1) / kPanel; }
-  int64_t panel_bytes() const { return num_groups * group_bytes(format); }
+  int64_t panel_bytes() const { return groups_bytes(format, num_groups); }
   const uint8_t* panel(int64_t index) const { return panels + index * panel_bytes(); }
 };
 

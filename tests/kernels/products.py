@@ -18,7 +18,7 @@ from twinjet.ops.cpu_weights import FORMATS, CpuParams, MatrixPlace, pack_model
 from twinjet.ops.params import RawModel
 
 FLOATS = ("F32", "F16", "BF16")
-INT8_QUANTS = ("Q4_0", "Q4_1", "Q4_K")
+INT8_QUANTS = tuple(quant for quant in FORMATS if quant not in (*FLOATS, "Q8_0"))
 QUANTS = tuple(FORMATS)
 
 

@@ -33,6 +33,8 @@ class WeightFormat:
     """GGUF's own number."""
     group_bytes: int
     """Of 16 columns by 32 inputs."""
+    super_bytes: int = 0
+    """Of the super-scales before every eight groups."""
 
 
 FORMATS = {
@@ -41,12 +43,12 @@ FORMATS = {
     "BF16": WeightFormat(2, 30, 1024),
     "Q4_0": WeightFormat(3, 2, 256 + 32),
     "Q4_1": WeightFormat(4, 3, 256 + 64),
-    "Q4_K": WeightFormat(5, 12, 256 + 128),
-    "Q8_0": WeightFormat(6, 8, 512 + 32),
-    "Q5_0": WeightFormat(6, 6, 512 + 32),
-    "Q5_1": WeightFormat(7, 7, 512 + 64),
-    "Q5_K": WeightFormat(8, 13, 512 + 128),
-    "Q6_K": WeightFormat(9, 14, 512 + 128),
+    "Q4_K": WeightFormat(5, 12, 256 + 32, 64),
+    "Q5_0": WeightFormat(6, 6, 320 + 32),
+    "Q5_1": WeightFormat(7, 7, 320 + 64),
+    "Q5_K": WeightFormat(8, 13, 320 + 32, 64),
+    "Q6_K": WeightFormat(9, 14, 384 + 32, 32),
+    "Q8_0": WeightFormat(10, 8, 512 + 32),
 }
 
 
@@ -167,7 +169,8 @@ class _Placing:
 def _packed_bytes(tensor: WeightTensor) -> int:
     columns, inputs = tensor.shape
     groups = -(-inputs // GROUP_INPUTS)
-    return -(-columns // PANEL_COLUMNS) * groups * FORMATS[tensor.quant].group_bytes
+    layout = FORMATS[tensor.quant]
+    return -(-columns // PANEL_COLUMNS) * (groups * layout.group_bytes + groups // 8 * layout.super_bytes)
 
 
 def _fill(library: CpuLibrary, blob: np.ndarray, tensors: Sequence[WeightTensor], place: Place) -> None:
