@@ -107,14 +107,22 @@ def assemble(model: OpenedModel, options: EngineOptions, home: Path) -> Assembly
 
     Raises: ConfigError.
     """
-    config = engine_config(
+    config = local_engine_config(model, options, home)
+    return Assembly(model, config, options.roles, Orchestrator(config, roles=options.roles))
+
+
+def local_engine_config(model: OpenedModel, options: EngineOptions, home: Path) -> EngineConfig:
+    """Settings of an engine on this machine.
+
+    Raises: ConfigError.
+    """
+    return engine_config(
         model,
         options,
         home,
         memory_bytes=steady_memory(available_memory(), total_memory()),
         physical_cores=usable_cores().physical,
     )
-    return Assembly(model, config, options.roles, Orchestrator(config, roles=options.roles))
 
 
 def engine_config(

@@ -12,7 +12,7 @@ from tests.cli.command import ONE_ROW, assert_one_clear_line, twinjet
 from tests.cli.conftest import Served
 from tests.tiny_models import bpe_vocab, write_tiny_llama
 
-COMMANDS = ("serve", "run", "chat", "pull", "models", "doctor")
+COMMANDS = ("serve", "run", "chat", "bench", "pull", "models", "doctor")
 
 
 def test_help_lists_the_commands(home: Path):

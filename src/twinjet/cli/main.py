@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from twinjet import __version__
+from twinjet.cli.bench import bench
 from twinjet.cli.chat import chat
 from twinjet.cli.doctor import doctor
 from twinjet.cli.models import models
@@ -62,5 +63,5 @@ def _root(
     """Serve large language models on JAX, interleaved or disaggregated."""
 
 
-for _command in (serve, run, chat, pull, models, doctor):
+for _command in (serve, run, chat, bench, pull, models, doctor):
     app.command()(_command)

@@ -26,7 +26,9 @@ _STAGES = {
 class ProgressReport:
     """Bars, one for each task, for as long as the `with` block lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, still: bool = False) -> None:
+        """`still`: drawn at news only, so that nothing of it runs beside a measurement."""
+        self._still = still
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._plain: dict[str, bool] = {}
@@ -43,7 +45,7 @@ class ProgressReport:
                 TextColumn("{task.fields[amount]}"),
                 TimeElapsedColumn(),
             )
-            self._bars = Progress(*columns, console=Console(stderr=True))
+            self._bars = Progress(*columns, console=Console(stderr=True), auto_refresh=not self._still)
             self._bars.start()
         return self
 
@@ -68,11 +70,15 @@ class ProgressReport:
         """A stage of an engine's start; as the orchestrator reports it."""
         self._show(f"engine {engine_id}: {_STAGES.get(stage, stage)}", done, total, f"{done} of {total}")
 
+    def measuring(self, done: int, total: int, what: str) -> None:
+        """`done` of `total` repetitions of a benchmark are over, `what` comes next or has just ended."""
+        self._show("measuring", done, total, f"{done} of {total}: {what}")
+
     def _show(self, title: str, done: int, total: int | None, amount: str) -> None:
         if self._bars is not None:
             if title not in self._tasks:
                 self._tasks[title] = self._bars.add_task(title, total=total, amount=amount)
-            self._bars.update(self._tasks[title], completed=done, total=total, amount=amount)
+            self._bars.update(self._tasks[title], completed=done, total=total, amount=amount, refresh=self._still)
             return
         if title not in self._plain:
             self._plain[title] = False

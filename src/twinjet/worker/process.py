@@ -27,6 +27,16 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
 
 
+def limit_threads(num_threads: int) -> None:
+    """Size XLA's CPU pools. To be called before JAX is loaded.
+
+    jaxlib (0.10.2) has no flag or client option for that; its CPU client takes NPROC as the number of cores
+    (`DefaultThreadPoolSize` in xla/pjrt/cpu/cpu_client.cc), else the affinity mask. Seen in /proc/self/task: as many
+    "tf_XLAEigen" threads as NPROC says.
+    """
+    os.environ["NPROC"] = str(num_threads)
+
+
 def stop_on_signal_or_orphaned(stop: Callable[[], None], orphan_exit_s: float) -> None:
     """Have `stop` called at SIGTERM, and when the launching process has died or has closed our standard input.
 

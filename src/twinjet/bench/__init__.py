@@ -1,0 +1,1 @@
+"""What `twinjet bench` measures and prints: one engine at work, without text, processes or sockets."""

@@ -1,0 +1,100 @@
+"""What the results say about prompts computed at once, and about memory; in sentences."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinjet.bench.results import Result
+
+NOISE_SHARE = 0.03
+"""Differences up to this share are taken for noise, whatever the repetitions' spread: one repetition has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Prompts of one length at once, against one at a time."""
+
+    result: Result
+    alone: Result
+
+    @property
+    def ratio(self) -> float:
+        """Throughput against that of one at a time."""
+        return self.result.throughput / self.alone.throughput
+
+    @property
+    def noise(self) -> float:
+        """Differences of the ratio that mean nothing: two standard deviations, at least `NOISE_SHARE`."""
+        spread = math.hypot(
+            self.result.throughput_std / self.result.throughput, self.alone.throughput_std / self.alone.throughput
+        )
+        return max(NOISE_SHARE, 2 * spread * self.ratio)
+
+    @property
+    def slower(self) -> bool:
+        return self.ratio < 1 - self.noise
+
+    @property
+    def faster(self) -> bool:
+        return self.ratio > 1 + self.noise
+
+
+def compare_prefill(results: Sequence[Result]) -> dict[int, list[Comparison]]:
+    """By prompt length, for those that were measured both one at a time and several at once."""
+    prompts = [result for result in results if result.test.kind == "pp"]
+    alone = {result.test.num_tokens: result for result in prompts if result.test.concurrency == 1}
+    found: dict[int, list[Comparison]] = {}
+    for result in prompts:
+        one = alone.get(result.test.num_tokens)
+        if one is not None and result is not one:
+            found.setdefault(result.test.num_tokens, []).append(Comparison(result, one))
+    return found
+
+
+def findings(results: Sequence[Result]) -> list[str]:
+    """Lines for people; none where the tests allow no comparison."""
+    return [*_prefill_lines(compare_prefill(results)), *_memory_lines(results)]
+
+
+def _prefill_lines(by_length: dict[int, list[Comparison]]) -> list[str]:
+    if not by_length:
+        return []
+    lines = ["Prefilling several prompts at once, throughput against one at a time:"]
+    for length, comparisons in by_length.items():
+        ratios = ", ".join(f"{c.result.test.concurrency} at once {c.ratio:.2f}x" for c in comparisons)
+        lines.append(f"  pp {length}: {ratios}")
+    slower = [
+        f"{c.result.test.name} x {c.result.test.concurrency} ({c.ratio:.2f}x, noise {c.noise:.2f})"
+        for comparisons in by_length.values()
+        for c in comparisons
+        if c.slower
+    ]
+    lines.append(f"  Slower than one at a time: {', '.join(slower)}." if slower else "  Never slower, within noise.")
+    lines.append(f"  Crossover: {_crossover(by_length)}")
+    return lines
+
+
+def _crossover(by_length: dict[int, list[Comparison]]) -> str:
+    """Up to which prompt length going together is a gain."""
+    gains = [length for length, comparisons in by_length.items() if any(c.faster for c in comparisons)]
+    if not gains:
+        return "at none of these lengths is anything gained."
+    beyond = [length for length in by_length if length > max(gains)]
+    if not beyond:
+        return f"not reached, prompts of {max(gains)} tokens still gain."
+    return f"prompts of up to {max(gains)} tokens gain, those from {min(beyond)} on do not."
+
+
+def _memory_lines(results: Sequence[Result]) -> list[str]:
+    """The longest prompt beside as many tokens in several prompts."""
+    prompts = [result for result in results if result.test.kind == "pp" and result.peak_mib is not None]
+    alone = sorted((r for r in prompts if r.test.concurrency == 1), key=lambda r: -r.test.num_tokens)
+    for one in alone:
+        same = [r for r in prompts if r is not one and r.test.total_tokens == one.test.num_tokens]
+        if same:
+            several = max(same, key=lambda r: r.test.num_tokens)
+            return [
+                f"Peak memory: {one.test.name} {one.peak_mib:.1f} MiB, "
+                f"{several.test.name} x {several.test.concurrency} {several.peak_mib:.1f} MiB."
+            ]
+    return []
