@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.provenance import report, write_json
 from twinjet.ops.cpu_library import load_library
-from twinjet.ops.cpu_weights import FORMATS, pack_model
+from twinjet.ops.cpu_pack import pack_model
+from twinjet.ops.cpu_weights import FORMATS
 from twinjet.ops.params import RawModel
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (4096, 4096), (11008, 4096))

@@ -134,7 +134,12 @@ def engine_config(
     context, num_tokens = pool_tokens(model.config, options, dtype, memory_bytes // num_engines)
     return EngineConfig(
         model_path=str(model.path),
-        cache=CacheConfig(page_size=PAGE_SIZE, num_pages=-(-num_tokens // PAGE_SIZE), dtype=dtype),
+        cache=CacheConfig(
+            page_size=PAGE_SIZE,
+            num_pages=-(-num_tokens // PAGE_SIZE),
+            dtype=dtype,
+            prefix_cache=options.prefix_cache,
+        ),
         scheduler=SchedulerConfig(
             max_streams=options.max_streams,
             context=context,
@@ -144,6 +149,7 @@ def engine_config(
         threads=options.threads or max(1, physical_cores // num_engines),
         pipeline_depth=options.pipeline_depth,
         cache_dir=str(home / "cache"),
+        packed_dir=str(home / "packed"),
     )
 
 

@@ -64,7 +64,7 @@ def test_a_step_needs_no_memory_of_the_pools_size(engine: Engine) -> None:
 
 
 def test_loading_and_warm_up_count_up_to_their_totals(small_engine: Engine, small_told: Told) -> None:
-    assert {stage for stage, _, _ in small_told.loaded} == {"load"}
+    assert {stage for stage, _, _ in small_told.loaded} == {"pack" if "kernels" in small_engine.backend else "load"}
     assert small_told.loaded[-1][1] == small_told.loaded[-1][2]
     total = small_told.warmed[-1][1]
     assert small_told.warmed == [(done, total) for done in range(total + 1)]

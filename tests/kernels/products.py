@@ -14,7 +14,8 @@ from gguf.quants import dequantize
 from tests.tiny_models import random_blocks
 from twinjet.kernels import KernelsUnavailable
 from twinjet.ops.cpu_library import CpuLibrary, load_library
-from twinjet.ops.cpu_weights import FORMATS, CpuParams, MatrixPlace, pack_model
+from twinjet.ops.cpu_pack import pack_model
+from twinjet.ops.cpu_weights import FORMATS, CpuParams, MatrixPlace
 from twinjet.ops.params import RawModel
 
 FLOATS = ("F32", "F16", "BF16")

@@ -25,7 +25,7 @@ def whole_prompt_logits(path: Path, token_ids: list[int]) -> np.ndarray:
     """[T, V] float32."""
     checkpoint = read_checkpoint(str(path))
     config, T = checkpoint.config, len(token_ids)
-    params = load_params(ReferenceOps(PAGE_SIZE), config, checkpoint.tensors, lambda done, total: None)
+    params = load_params(ReferenceOps(PAGE_SIZE), config, checkpoint.tensors, lambda stage, done, total: None)
     layout = StepLayout(T, T, table_width(T, PAGE_SIZE))  # as many slots as rows, so that every row may sample
     num_pages = layout.table_width + 1
     page_table = np.zeros((T, layout.table_width), np.int32)

@@ -66,11 +66,11 @@ def _check_missing(checkpoint: Checkpoint, name: str) -> None:
     tensors = {each: tensor for each, tensor in checkpoint.tensors.items() if each != name}
     assert len(tensors) == len(checkpoint.tensors) - 1
     with pytest.raises(CheckpointError, match=rf"no tensor {name},"):
-        load_params(ReferenceOps(16), checkpoint.config, tensors, lambda done, total: None)
+        load_params(ReferenceOps(16), checkpoint.config, tensors, lambda stage, done, total: None)
 
 
 def _load(checkpoint: Checkpoint, told: list[tuple[int, int]] | None = None) -> Params:
     told = [] if told is None else told
     return load_params(
-        ReferenceOps(16), checkpoint.config, checkpoint.tensors, lambda done, total: told.append((done, total))
+        ReferenceOps(16), checkpoint.config, checkpoint.tensors, lambda stage, done, total: told.append((done, total))
     )

@@ -28,6 +28,8 @@ class Checkpoint:
     config: ModelConfig
     tensors: dict[str, QuantTensor]
     """Exactly the tensors that the architecture computes with, under their GGUF names."""
+    paths: tuple[Path, ...]
+    """Of all parts, the first one first."""
     size_bytes: int
     """Of all parts together."""
     _first_part: GGUFFile
@@ -54,7 +56,8 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
             places[name] = place
     whole = GGUFFile(path, first.metadata, places, sum(part.size_bytes for part in parts))
     config = read_model_config(whole)
-    return Checkpoint(path, config, check_tensors(config, path, places), whole.size_bytes, first)
+    tensors = check_tensors(config, path, places)
+    return Checkpoint(path, config, tensors, tuple(part.path for part in parts), whole.size_bytes, first)
 
 
 def read_vocab(path: Path | str) -> VocabSpec:

@@ -92,10 +92,11 @@ def write_verified(
             f"with {digest.hexdigest()}; nothing was kept, pull again or check the package index that you use"
         )
     scratch.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have what was renamed into `folder` survive a loss of power."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

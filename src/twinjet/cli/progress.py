@@ -19,8 +19,16 @@ _STAGES = {
     "verify": "checking the hash",
     "wait": "waiting for another process that fetches it",
     "load": "loading weights",
+    "hash": "hashing the model file",
+    "pack": "packing weights",
+    "wait_packed": "waiting for another engine that packs them",
+    "map": "mapping packed weights",
     "compile": "compiling programs",
 }
+
+
+_IN_BYTES = {"hash", "pack", "map"}
+"""Stages of an engine's start that count bytes."""
 
 
 class ProgressReport:
@@ -68,7 +76,8 @@ class ProgressReport:
 
     def engine(self, engine_id: int, stage: str, done: int, total: int) -> None:
         """A stage of an engine's start; as the orchestrator reports it."""
-        self._show(f"engine {engine_id}: {_STAGES.get(stage, stage)}", done, total, f"{done} of {total}")
+        amount = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if stage in _IN_BYTES else f"{done} of {total}"
+        self._show(f"engine {engine_id}: {_STAGES.get(stage, stage)}", done, total, amount)
 
     def measuring(self, done: int, total: int, what: str) -> None:
         """`done` of `total` repetitions of a benchmark are over, `what` comes next or has just ended."""

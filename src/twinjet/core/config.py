@@ -66,6 +66,8 @@ class EngineConfig:
     """Plans made ahead: the one running and those queued behind it."""
     cache_dir: str | None = None
     """Where compiled programs are kept between starts; None: nowhere."""
+    packed_dir: str | None = None
+    """Where packed weights are kept between starts, for all engines to map; None: each packs into its own memory."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:

@@ -7,12 +7,16 @@ from twinjet.kernels import KernelsUnavailable
 from twinjet.models.config import ModelConfig
 from twinjet.ops.cpu import KV_TOKENS, CpuOps
 from twinjet.ops.cpu_library import load_library
+from twinjet.ops.cpu_pack import BlobStore
 from twinjet.ops.ops import Ops
 from twinjet.ops.reference import ReferenceOps
 
 
-def choose_ops(config: EngineConfig, model: ModelConfig) -> Ops:
-    """The CPU kernels, if they run here and fit the model; else the reference ops, and a warning on stderr."""
+def choose_ops(config: EngineConfig, model: ModelConfig, store: BlobStore | None = None) -> Ops:
+    """The CPU kernels, if they run here and fit the model; else the reference ops, and a warning on stderr.
+
+    `store` is where the kernels keep packed weights.
+    """
     page_size = config.cache.page_size
     if config.exact:
         return ReferenceOps(page_size)
@@ -24,11 +28,12 @@ def choose_ops(config: EngineConfig, model: ModelConfig) -> Ops:
             )
         library = load_library()
     except KernelsUnavailable as reason:
-        print(
-            f"twinjet: WARNING: running on the reference ops, many times slower than the CPU kernels: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
+        warn(f"running on the reference ops, many times slower than the CPU kernels: {reason}")
         return ReferenceOps(page_size)
     library.set_threads(config.threads)
-    return CpuOps(library, page_size)
+    return CpuOps(library, page_size, store)
+
+
+def warn(text: str) -> None:
+    """Tell whoever runs this process what costs them speed."""
+    print(f"twinjet: WARNING: {text}", file=sys.stderr, flush=True)

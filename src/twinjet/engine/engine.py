@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +13,11 @@ import numpy as np
 from jax.stages import Compiled
 
 from twinjet.checkpoints.gguf import read_checkpoint
+from twinjet.checkpoints.packed import PackedWeights
 from twinjet.core.config import EngineConfig
 from twinjet.core.errors import CheckpointError, ConfigError
 from twinjet.core.plan import Plan, StepOutput
-from twinjet.engine.backend import choose_ops
+from twinjet.engine.backend import choose_ops, warn
 from twinjet.engine.buckets import bucket_for, choose_buckets
 from twinjet.engine.compiles import CompileCounter
 from twinjet.engine.kv_cache import (
@@ -45,10 +47,11 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     checkpoint = read_checkpoint(config.model_path)
-    ops = choose_ops(config, checkpoint.config)
-    params = load_params(
-        ops, checkpoint.config, checkpoint.tensors, lambda done, total: on_progress("load", done, total)
-    )
+    store = None
+    if config.packed_dir is not None:
+        store = PackedWeights(Path(config.packed_dir), checkpoint.paths, warn)
+    ops = choose_ops(config, checkpoint.config, store)
+    params = load_params(ops, checkpoint.config, checkpoint.tensors, on_progress)
     return Engine(config, checkpoint.config, ops, params)
 
 

@@ -42,9 +42,9 @@ def load_params(
     ops: Ops,
     config: ModelConfig,
     tensors: Mapping[str, WeightTensor],
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[[str, int, int], None],
 ) -> Any:
-    """Weights in the backend's form. `on_progress(done, total)` counts layers and the two matrices.
+    """Weights in the backend's form. `on_progress(stage, done, total)` is `Ops.pack`'s.
 
     Raises: CheckpointError, naming a tensor that is missing.
     """

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from twinjet.core.rope import RopeConfig
 from twinjet.core.types import MAX_LOGPROBS
 from twinjet.ops.batch import StepLayout
-from twinjet.ops.cpu_library import CpuLibrary
-from twinjet.ops.cpu_weights import CpuLayer, CpuParams, pack_model
+from twinjet.ops.cpu_library import INSTRUCTION_SET, CpuLibrary
+from twinjet.ops.cpu_pack import BlobStore, load_packed
+from twinjet.ops.cpu_weights import CpuLayer, CpuParams
 from twinjet.ops.ops import Block
 from twinjet.ops.params import PoolShape, RawModel, as_stored
 from twinjet.ops.reference import rope_frequencies
@@ -52,10 +53,12 @@ class CpuOps:
 
     library: CpuLibrary
     page_size: int
-    name: str = "cpu kernels (avx2)"
+    store: BlobStore | None = None
+    """Keeps packed weights between starts; None: they are packed at every one."""
+    name: str = f"cpu kernels ({INSTRUCTION_SET})"
 
-    def pack(self, raw: RawModel, on_progress: Callable[[int, int], None]) -> CpuParams:
-        return pack_model(self.library, raw, on_progress)
+    def pack(self, raw: RawModel, on_progress: Callable[[str, int, int], None]) -> CpuParams:
+        return load_packed(self.library, raw, self.store, on_progress)
 
     def create_cache(self, shape: PoolShape) -> Float[Array, "L P g K 2 16*H"]:
         units = shape.page_size // KV_TOKENS

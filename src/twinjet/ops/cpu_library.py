@@ -9,6 +9,9 @@ import numpy as np
 
 from twinjet.kernels import LIBRARY, open_library
 
+INSTRUCTION_SET = "avx2"
+"""What the kernels are compiled for; what lies where in packed weights may depend on it."""
+
 HANDLERS = (
     "twinjet_attend",
     "twinjet_embed",

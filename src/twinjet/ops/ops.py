@@ -24,8 +24,11 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack(self, raw: RawModel, on_progress: Callable[[int, int], None]) -> Any:
-        """All weights in this backend's own form. `on_progress(done, total)` counts layers and the two matrices."""
+    def pack(self, raw: RawModel, on_progress: Callable[[str, int, int], None]) -> Any:
+        """All weights in this backend's own form.
+
+        `on_progress(stage, done, total)` counts layers and the two matrices in the stage "load", bytes in others.
+        """
         ...
 
     def create_cache(self, shape: PoolShape) -> Any:

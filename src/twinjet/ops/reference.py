@@ -38,19 +38,19 @@ class ReferenceOps:
     def name(self) -> str:
         return f"reference ({jax.default_backend()})"
 
-    def pack(self, raw: RawModel, on_progress: Callable[[int, int], None]) -> Params:
+    def pack(self, raw: RawModel, on_progress: Callable[[str, int, int], None]) -> Params:
         total = len(raw.layers) + 2
 
         def told(layers: Sequence[RawLayer]) -> Iterable[RawLayer]:
             for index, layer in enumerate(layers):
                 yield layer
-                on_progress(index + 2, total)
+                on_progress("load", index + 2, total)
 
         embedding = self.pack_matrix(raw.embedding)
-        on_progress(1, total)
+        on_progress("load", 1, total)
         layers = self.pack_layers(told(raw.layers), len(raw.layers))
         head = None if raw.head is None else self.pack_matrix(raw.head)
-        on_progress(total, total)
+        on_progress("load", total, total)
         return Params(embedding, layers, self.pack_matrix(raw.final_norm), head)
 
     def create_cache(self, shape: PoolShape) -> KVCache:

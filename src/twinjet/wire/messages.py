@@ -50,6 +50,8 @@ class Submit(Message, frozen=True):
     stop_token_ids: list[int]
     num_logprobs: int | None = None
     priority: int = 0
+    use_cache: bool = True
+    cache_salt: str = ""
     export_pages: bool = False
     """Ship the KV of all known tokens when the first new token is out, then end the sequence here as `exported`."""
     pages: list[PagesHandle] = []
@@ -76,7 +78,7 @@ class Shutdown(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """How far start-up is: `done` of `total` units of `stage` ("load", "compile")."""
+    """How far start-up is: `done` of `total` units of `stage` ("load", "pack", "compile")."""
 
     stage: str
     done: int
@@ -123,6 +125,8 @@ class StepTokens(Message, frozen=True):
     """Empty: goes on. Any other: the sequence is over here, and no `SequenceEnded` follows."""
     logprobs: list[Logprobs | None] | None = None
     """None where no sequence of the step asked."""
+    num_cached: dict[int, int] = {}
+    """By sequence, where this is its first token and some of its known tokens came from the prefix cache: how many."""
 
 
 class SequenceEnded(Message, frozen=True):
@@ -157,6 +161,9 @@ class Stats(Message, frozen=True):
     """Sequences that hold a slot."""
     num_waiting: int
     pages_used: int
+    """Pages that sequences hold."""
+    pages_cached: int
+    """Pages in the prefix cache, whether sequences hold them or not."""
     waiting_tokens: int
     """Known tokens not yet computed, of running and waiting sequences."""
     steps_total: int
@@ -165,6 +172,12 @@ class Stats(Message, frozen=True):
     wasted_rows_total: int
     """Rows whose token was dropped: the sequence had already ended."""
     preemptions_total: int
+    prefix_queries_total: int
+    """Known tokens of sequences that looked for their prefix."""
+    prefix_hits_total: int
+    """Of these, tokens that were found."""
+    prefix_evictions_total: int
+    """Cached pages given away because pages ran out."""
     compiles_total: int
     """Programs compiled after warm-up; anything but 0 is a bug."""
     busy_s_total: float
