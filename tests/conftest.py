@@ -6,7 +6,22 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import write_tiny_llama
+from twinjet import kernels
 from twinjet.checkpoints.pull import resolve_model
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels",
+        type=lambda path: Path(path).resolve(),
+        help="library of CPU kernels to test; default: the package's own",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    library = config.getoption("kernels")
+    if library is not None:
+        kernels.LIBRARY = library  # before the modules that take its path are imported
 
 
 @pytest.fixture(scope="session")
