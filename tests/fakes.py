@@ -18,6 +18,7 @@ from twinjet.core import errors
 from twinjet.core.config import EngineConfig
 from twinjet.core.plan import PageExport, PageGrant, PageImport, Plan, SequenceWork, StepOutput
 from twinjet.core.types import MAX_LOGPROBS
+from twinjet.wire.messages import Stats
 
 FAKE_VOCAB = 1009
 """Default vocabulary size; prime, so that tokens do not repeat soon."""
@@ -40,6 +41,11 @@ def expected_tokens(prompt: Sequence[int], n: int, vocab_size: int = FAKE_VOCAB)
 def expected_logprob(token: int, vocab_size: int = FAKE_VOCAB) -> float:
     """What a `FakeEngine` reports for a chosen token; the i-th alternative is token + i, i lower."""
     return -float(token) / vocab_size
+
+
+def blank_stats(**figures: float) -> Stats:
+    """A report in which everything but `figures` is 0."""
+    return Stats(**(dict.fromkeys(Stats.__struct_fields__, 0) | figures))
 
 
 class FakeEngine:

@@ -27,6 +27,8 @@ class EngineOptions:
     """Most rows in one step. None: 512, or `max_streams` where that is more."""
     pipeline_depth: int = 2
     """Plans made ahead."""
+    prefix_cache: bool = True
+    """Keep the KV of prefixes for later requests that begin alike."""
     prefill_engines: int = 0
     """With `decode_engines`: disaggregated, this many engines only prefill."""
     decode_engines: int = 0

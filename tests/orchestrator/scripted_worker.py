@@ -11,7 +11,7 @@ import time
 
 import zmq
 
-from tests.fakes import FAKE_VOCAB, expected_tokens
+from tests.fakes import FAKE_VOCAB, blank_stats, expected_tokens
 from twinjet.wire.codec import decode_to_engine, encode
 from twinjet.wire.launch import identity, load_launch
 from twinjet.wire.messages import (
@@ -22,12 +22,11 @@ from twinjet.wire.messages import (
     Ready,
     SequenceEnded,
     Shutdown,
-    Stats,
     StepTokens,
     Submit,
 )
 
-STATS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+STATS = blank_stats()
 
 
 class ScriptedWorker:

@@ -43,6 +43,27 @@ def test_a_stop_token_is_emitted_and_ends():
     assert drain(entry) == (oracle[:2], "stop", None)
 
 
+def test_cached_tokens_are_those_of_the_first_attempt():
+    simulation = Simulation(("both", "both"))
+    entry = simulation.dispatcher.submit(request("a", PROMPT, 6, cache_salt="me", use_cache=False))
+    (submit,) = simulation.engines[0].sequences.values()
+    assert (submit.cache_salt, submit.use_cache) == ("me", False)
+    engine, token = simulation.pool[0], expected_tokens(PROMPT, 1)[0]
+    news = StepTokens(1, [submit.sequence_id], [token], [""], num_cached={submit.sequence_id: 2, 99: 7})
+    simulation.dispatcher.step_tokens(engine, news)
+    event = entry.output.take()
+    assert event is not None
+    assert event.num_cached == 2
+    simulation.kill(0)
+    (again,) = simulation.engines[1].sequences.values()
+    token = expected_tokens(PROMPT, 2)[1]
+    news = StepTokens(1, [again.sequence_id], [token], [""], num_cached={again.sequence_id: 3})
+    simulation.dispatcher.step_tokens(simulation.pool[1], news)
+    event = entry.output.take()
+    assert event is not None
+    assert (event.token_ids, event.num_cached) == ((token,), 0)
+
+
 def test_requests_spread_by_load():
     simulation = Simulation(("both", "both"))
     simulation.dispatcher.submit(request("long", tuple(range(1, 200)), 100))

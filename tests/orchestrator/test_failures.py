@@ -256,7 +256,7 @@ def test_an_engine_deaf_to_shutdown_is_killed():
 def test_requests_end_when_the_engine_does_not_come_back_in_time():
     async def scenario():
         patience = Patience(recovery_s=0.3)
-        async with running("fake?warm_ms=600", patience=patience) as orchestrator:
+        async with running("fake?warm_ms=1500", patience=patience) as orchestrator:
             stream = orchestrator.submit(request("a", max_tokens=200))
             os.kill(engine_pid(orchestrator), signal.SIGKILL)
             outcome = await collect(stream)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fakes import blank_stats
 from tests.orchestrator.simulation import READY, request
 from twinjet.core.errors import ConfigError, ContextTooLong, InvalidRequest
 from twinjet.core.types import EngineInfo, SamplingParams, TokenEvent, TokenLogprobs
@@ -19,7 +20,6 @@ from twinjet.orchestrator.pools import Engine
 from twinjet.orchestrator.router import route
 from twinjet.orchestrator.supervisor import RestartPolicy
 from twinjet.orchestrator.watchdog import Patience, Watchdog
-from twinjet.wire.messages import Stats
 
 INFO = EngineInfo(
     engine_id=0,
@@ -203,7 +203,7 @@ def test_a_steady_report_without_steps_is_no_progress_and_one_with_steps_is():
     watchdog = Watchdog(Patience(), lambda engine: True)
 
     def report(steps_total: int) -> None:
-        engine.report(Stats(1, 0, 1, 0, steps_total, 0, 0, 0, 0, 0, 0.0))
+        engine.report(blank_stats(num_running=1, pages_used=1, steps_total=steps_total))
 
     report(1)
     watchdog.tick(engine)

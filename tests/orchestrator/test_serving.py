@@ -104,6 +104,29 @@ def test_prefill_and_decode_engines_give_the_same_tokens():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])
+def test_a_prefix_is_computed_once_and_told(roles):
+    async def scenario():
+        async with running(roles=roles) as orchestrator:
+            prompt = tuple(range(1, 51))
+            found = []
+            for i, fields in enumerate(({}, {}, {"cache_salt": "other"}, {"use_cache": False}, {})):
+                events = []
+                outcome = await collect(
+                    orchestrator.submit(request(f"r{i}", (*prompt, i + 1), 10, **fields)), events.append
+                )
+                assert outcome.tokens == expected_tokens((*prompt, i + 1), 10)
+                found.append(sum(event.num_cached for event in events))
+            assert found == [0, 48, 0, 0, 48]  # whole pages of 4
+            await until(lambda: is_idle(orchestrator))
+            stats = orchestrator.stats().engines[0].stats
+            assert stats is not None
+            assert (stats.prefix_queries_total, stats.prefix_hits_total) == (4 * 51, 2 * 48)
+            assert stats.pages_cached > 0
+
+    asyncio.run(scenario())
+
+
 def test_aborts_at_random_moments_leave_nothing_behind():
     async def scenario(roles):
         async with running("fake?step_ms=1", roles=roles) as orchestrator:

@@ -1,8 +1,9 @@
 """A device whose arithmetic can be done by hand, and which refuses plans that would go wrong on a real one.
 
 The next token is made from the sum of (position + 1) * (token + 1) over all tokens so far, read back from a store
-of pages; see `next_token`. Every entry of the store records whose it is and which position it holds, so that a row that
-reads a page of somebody else, a position never written, or beyond its grants is an error and not a wrong token.
+of pages; see `next_token`. Every entry of the store records its position and all that came before it, as KV does, so
+that a row that reads another prefix's page, a position never written, or beyond its grants is an error and not a wrong
+token. Sharing pages is right exactly where the whole prefix and its salt are the same.
 """
 
 from collections import deque
@@ -74,6 +75,8 @@ def spec(
     priority: int = 0,
     export: bool = False,
     num_imported: int = 0,
+    use_cache: bool = True,
+    salt: str = "",
 ) -> SequenceSpec:
     """A greedy sequence; `num_imported` of its tokens come as pages, in two pieces where possible."""
     half = num_imported // 2
@@ -88,14 +91,18 @@ def spec(
         priority,
         export,
         tuple(ImportedPages(start, canonical(token_ids[start:stop])) for start, stop in cuts),
+        use_cache,
+        salt,
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    sequence_id: int
     position: int
     token: int
+    history: int = -1
+    """Number of the salt and all tokens up to this one, see `FakeDevice.history`; -1: computed from what is not there.
+    """
 
 
 class FakeDevice:
@@ -109,24 +116,36 @@ class FakeDevice:
         self.tables: dict[int, list[int]] = {}
         self.last_token: dict[int, int] = {}
         self.next_step_id = 0
+        self.specs: dict[int, SequenceSpec] = {}
+        """Filled by who adds sequences: what their prompts and salts are."""
         self.failed_ids: set[int] = set()
+        """Sequences that failed with a step, or read what one of these left unwritten: nobody may get their tokens."""
+        self._histories: dict[tuple[object, int], int] = {}
 
     def step(self, plan: Plan) -> StepOutput:
         self._begin(plan)
         for imported in plan.imports:
             assert imported.start + imported.kv.shape[2] <= len(imported.page_ids) * self.page_size
-            for offset in range(imported.kv.shape[2]):
-                position = imported.start + offset
-                where = (imported.page_ids[position // self.page_size], position % self.page_size)
-                token = int(imported.kv[0, 0, offset, 0, 0])
-                self.store[where] = Entry(imported.sequence_id, position, token)
-        # All rows write before any reads, so that two sequences in one page would be seen.
-        work = [w for w in plan.work if w.sequence_id not in self.failed_ids]
-        for w in work:
-            inputs = (self.last_token[w.slot],) if w.token_ids is None else w.token_ids
+            tokens = [int(token) for token in imported.kv[0, 0, :, 0, 0]]
+            for position, token in enumerate(tokens, imported.start):
+                self.store[(imported.page_ids[position // self.page_size], position % self.page_size)] = Entry(
+                    position,
+                    token,
+                    self._history(imported.sequence_id, self._prompt(imported.sequence_id, position + 1)),
+                )
+        # All rows write before any reads, so that two sequences writing one page would be seen.
+        own: set[int] = set()
+        for w in plan.work:
+            failed = w.sequence_id in self.failed_ids
+            last_token = self.last_token.get(w.slot, 0 if failed else None)
+            assert w.token_ids is not None or last_token is not None, f"{w} has no last token"
+            inputs = (last_token or 0,) if w.token_ids is None else w.token_ids
             for offset, token in enumerate(inputs):
-                self.store[self._where(w.slot, w.start + offset)] = Entry(w.sequence_id, w.start + offset, token)
-        known = {w.slot: [self._read(w, position) for position in range(w.start + w.num_tokens)] for w in work}
+                entry = Entry(w.start + offset, token)
+                self.store[self._where(w.slot, w.start + offset)] = entry
+                if not failed:
+                    own.add(id(entry))
+        known = {w.slot: self._read(w, own) for w in plan.work}
         sampled: list[int] = []
         for w in plan.work:
             if w.samples and w.sequence_id in self.failed_ids:
@@ -147,9 +166,12 @@ class FakeDevice:
         )
 
     def fail(self, plan: Plan) -> None:
-        """The step raises after its grants; nothing it should have computed is there."""
+        """The step raises after its grants; nothing it should have computed is there, nor what was there before."""
         self._begin(plan)
-        self.failed_ids |= {w.sequence_id for w in plan.work}
+        for w in plan.work:
+            self.failed_ids.add(w.sequence_id)
+            for position in range(w.start, w.start + w.num_tokens):
+                self.store.pop(self._where(w.slot, position), None)
 
     def _begin(self, plan: Plan) -> None:
         assert plan.step_id == self.next_step_id, "plans run in the order made, none left out"
@@ -181,10 +203,40 @@ class FakeDevice:
         assert position // self.page_size < len(table), f"position {position} was never granted"
         return table[position // self.page_size], position % self.page_size
 
-    def _read(self, w: SequenceWork, position: int) -> int:
-        entry = self.store[self._where(w.slot, position)]
-        assert (entry.sequence_id, entry.position) == (w.sequence_id, position), f"{w} reads {entry} at {position}"
-        return entry.token
+    def _read(self, w: SequenceWork, own: set[int]) -> list[int]:
+        """Tokens [0, w.start + w.num_tokens), each entry's history checked, or set where this step writes it."""
+        entries = [self.store.get(self._where(w.slot, position)) for position in range(w.start + w.num_tokens)]
+        if w.sequence_id in self.failed_ids or any(entry is None for entry in entries):
+            self.failed_ids.add(w.sequence_id)
+            return [0]
+        tokens = [entry.token for entry in entries if entry is not None]
+        prompt = self._prompt(w.sequence_id, w.start + w.num_tokens)
+        assert tuple(tokens[: len(prompt)]) == prompt, f"{w} reads another prompt"
+        history = self._history(w.sequence_id, ())
+        for position, entry in enumerate(entries):
+            assert entry is not None
+            assert entry.position == position, f"{w} reads {entry} at {position}"
+            history = self._next_history(history, entry.token)
+            if entry.history == -1 and id(entry) in own:
+                entry.history = history
+            elif entry.history == -1:
+                self.failed_ids.add(w.sequence_id)
+                return [0]
+            assert entry.history == history, f"{w} reads {entry}, which another prefix left there"
+        return tokens
+
+    def _prompt(self, sequence_id: int, stop: int) -> tuple[int, ...]:
+        return self.specs[sequence_id].token_ids[:stop]
+
+    def _history(self, sequence_id: int, tokens: Sequence[int]) -> int:
+        """A number that stands for a salt and the tokens after it, and for nothing else."""
+        history = self._next_history(self.specs[sequence_id].cache_salt, 0)
+        for token in tokens:
+            history = self._next_history(history, token)
+        return history
+
+    def _next_history(self, history: object, token: int) -> int:
+        return self._histories.setdefault((history, token), len(self._histories))
 
     def _export(self, export: PageExport) -> np.ndarray:
         assert export.stop <= len(export.page_ids) * self.page_size
@@ -193,8 +245,8 @@ class FakeDevice:
             return canonical(tokens)
         for position in range(export.start, export.stop):
             entry = self.store[(export.page_ids[position // self.page_size], position % self.page_size)]
-            assert (entry.sequence_id, entry.position) == (export.sequence_id, position)
             tokens.append(entry.token)
+            assert (entry.position, entry.history) == (position, self._history(export.sequence_id, tokens))
         return canonical(tokens)
 
 
@@ -210,9 +262,10 @@ class Rig:
         page_size: int = 4,
         num_pages: int = 64,
         policy: Policy | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         config = SchedulerConfig(max_streams, context, token_budget)
-        cache = CacheConfig(page_size, num_pages, "float32")
+        cache = CacheConfig(page_size, num_pages, "float32", prefix_cache)
         self.scheduler = Scheduler(config, cache, policy)
         self.device = FakeDevice(config, cache)
         self.plans: list[Plan] = []
@@ -221,13 +274,15 @@ class Rig:
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, str] = {}
         self.exports: dict[int, np.ndarray] = {}
+        self.cached: dict[int, int] = {}
+        """Known tokens from the prefix cache, as told with the first token."""
         self.now_s = 0.0
 
     def add(self, *specs: SequenceSpec) -> None:
         for new in specs:
             self.now_s += 1.0
             self.scheduler.add(new, self.now_s)
-            self.specs[new.sequence_id] = new
+            self.specs[new.sequence_id] = self.device.specs[new.sequence_id] = new
             self.tokens[new.sequence_id] = []
             self.scheduler.check_integrity()
 
@@ -303,6 +358,11 @@ class Rig:
 
     def _emit(self, emission: Emission) -> None:
         assert emission.sequence_id not in self.finish, "nothing comes after the end"
+        assert emission.sequence_id not in self.device.failed_ids, "computed from what a failed step did not write"
+        if not self.tokens[emission.sequence_id]:
+            self.cached[emission.sequence_id] = emission.num_cached
+        else:
+            assert emission.num_cached == 0
         self.tokens[emission.sequence_id].append(emission.token_id)
         if emission.finish:
             self.finish[emission.sequence_id] = emission.finish

@@ -7,6 +7,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.device import VOCAB_SIZE, Rig, alone, prompt, spec
 
 
+def alike(length: int) -> tuple[int, ...]:
+    """The beginning that sequences share: four tokens, and what follows them alone."""
+    return (prompt(4) + tuple(alone(spec(-1, prompt(4), 20))[0]))[:length]
+
+
 class RandomMoves(RuleBasedStateMachine):
     """Adds, aborts, plans, completions and failures in random order; the fake device checks each plan as it runs."""
 
@@ -16,8 +21,17 @@ class RandomMoves(RuleBasedStateMachine):
         max_streams=st.integers(1, 5),
         num_spare_rows=st.integers(0, 6),
         depth=st.integers(1, 4),
+        prefix_cache=st.booleans(),
     )
-    def start(self, page_size: int, num_spare_pages: int, max_streams: int, num_spare_rows: int, depth: int) -> None:
+    def start(
+        self,
+        page_size: int,
+        num_spare_pages: int,
+        max_streams: int,
+        num_spare_rows: int,
+        depth: int,
+        prefix_cache: bool,
+    ) -> None:
         self.context = 24
         self.depth = depth
         self.num_added = 0
@@ -27,6 +41,7 @@ class RandomMoves(RuleBasedStateMachine):
             token_budget=max_streams + num_spare_rows,
             page_size=page_size,
             num_pages=self.context // page_size + num_spare_pages,
+            prefix_cache=prefix_cache,
         )
 
     @rule(
@@ -36,7 +51,10 @@ class RandomMoves(RuleBasedStateMachine):
         stop=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         export=st.sampled_from([False, False, False, True]),
-        num_imported=st.sampled_from([0, 0, 1, 5, 22]),
+        num_imported=st.sampled_from([0, 0, 0, 1, 5, 22]),
+        same=st.sampled_from([0, 8, 24]),
+        use_cache=st.sampled_from([True, True, True, False]),
+        salt=st.sampled_from(["", "", "other"]),
     )
     def add(
         self,
@@ -47,16 +65,22 @@ class RandomMoves(RuleBasedStateMachine):
         priority: int,
         export: bool,
         num_imported: int,
+        same: int,
+        use_cache: bool,
+        salt: str,
     ) -> None:
         self.rig.add(
             spec(
                 self.num_added,
-                prompt(num_known, seed),
+                # Many begin alike, some with what an earlier one has generated.
+                (alike(same) + prompt(num_known, seed))[:num_known],
                 min(max_new_tokens, self.context - num_known),
                 stop=stop,
                 priority=priority,
                 export=export,
                 num_imported=min(num_imported, num_known - 1),
+                use_cache=use_cache,
+                salt=salt,
             )
         )
         self.num_added += 1

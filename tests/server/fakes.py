@@ -98,6 +98,8 @@ class FakeOrchestrator:
         """What the iterator raises at once: a bug."""
         self.merge = False
         """Send everything in one event, as for a reader that is behind."""
+        self.num_cached: Callable[[Request], int] = lambda request: 0
+        """Tokens of a prompt that the prefix cache had."""
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
@@ -145,6 +147,7 @@ class FakeOrchestrator:
                     sum((e.token_ids for e in events), ()),
                     None if request.num_logprobs is None else sum((e.logprobs or () for e in events), ()),
                     events[-1].finish_reason,
+                    events[0].num_cached,
                     events[-1].error,
                 )
         finally:
@@ -162,7 +165,8 @@ class FakeOrchestrator:
                 return
             token = reply[at] if at < len(reply) else ord(".")
             finish = "stop" if token in request.stop_token_ids else "length" if at + 1 == request.max_tokens else None
-            yield TokenEvent((token,), self._logprobs(token, request.num_logprobs), finish)
+            num_cached = self.num_cached(request) if at == 0 else 0
+            yield TokenEvent((token,), self._logprobs(token, request.num_logprobs), finish, num_cached)
             if finish:
                 return
 
@@ -212,6 +216,10 @@ class FakeOrchestrator:
             padding_rows_total=17,
             wasted_rows_total=19,
             preemptions_total=23,
+            pages_cached=6,
+            prefix_queries_total=43,
+            prefix_hits_total=47,
+            prefix_evictions_total=53,
             compiles_total=0,
             busy_s_total=1.5,
         )

@@ -73,10 +73,13 @@ WRONG_TYPES = [
     ("ignore_eos", 1),
     ("return_token_ids", "x"),
     ("cache_prompt", "x"),
+    ("cache_salt", 1),
     ("model", 1),
     ("model", ["fake"]),
 ]
 OUT_OF_RANGE = [
+    ("cache_salt", "", "from 1 to 256 characters"),
+    ("cache_salt", "x" * 257, "from 1 to 256 characters"),
     ("max_tokens", 0, "at least 1"),
     ("max_tokens", -1, "at least 1"),
     ("temperature", -0.1, "from 0.0 to 100.0"),
@@ -325,6 +328,7 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
         for fields in (
             {"user": "me", "metadata": {"a": [1]}, "store": True},
             {"cache_prompt": False},
+            {"cache_salt": "tenant 1"},
             {"cache_prompt": True},
             {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}},
             {"frequency_penalty": None, "presence_penalty": None, "logit_bias": None},

@@ -326,3 +326,42 @@ def test_add_special_tokens_and_generation_prompt(server: LiveServer):
 
 def test_the_default_script_is_what_these_tests_think(server: LiveServer):
     assert default_script(server.orchestrator.submitted[-1]) == DEFAULT_IDS
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_cached_tokens_are_in_the_usage(path: str, merge: bool):
+    orchestrator = FakeOrchestrator()
+    orchestrator.merge = merge
+    # The later choices of a prompt find what its first has computed: that is no news of the cache.
+    orchestrator.num_cached = lambda request: 3 if request.sampling.choice == 0 else 100
+    prompt = {"prompt": "abcd"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    body = {**prompt, "max_tokens": 4, "n": 2}
+    with live_server(orchestrator) as server:
+        whole = server.http.post(path, json=body).json()
+        streamed = events_of(
+            server.http.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text
+        )
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert streamed[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_several_prompts_add_up_their_cached_tokens():
+    orchestrator = FakeOrchestrator()
+    orchestrator.num_cached = lambda request: len(request.prompt_ids) - 1
+    with live_server(orchestrator) as server:
+        answer = server.http.post(COMPLETIONS, json={"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 2, "n": 2}).json()
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_what_a_request_says_of_the_cache_reaches_the_engine(server: LiveServer):
+    for fields, use_cache, salt in (
+        ({}, True, ""),
+        ({"cache_prompt": True, "cache_salt": "me"}, True, "me"),
+        ({"cache_prompt": False}, False, ""),
+        ({"cache_prompt": None, "cache_salt": None}, True, ""),
+    ):
+        server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 1, **fields})
+        request = server.orchestrator.submitted[-1]
+        assert (request.use_cache, request.cache_salt) == (use_cache, salt)

@@ -34,6 +34,12 @@ TokenBudget = Annotated[
     int | None, typer.Option(help="Most rows in one step.  [default: 512, or as many as there are streams]")
 ]
 PipelineDepth = Annotated[int, typer.Option(help="Steps planned ahead: the one running and those queued behind it.")]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache", help="Keep the KV of prompts and answers for requests that begin alike."
+    ),
+]
 PrefillEngines = Annotated[
     int, typer.Option("--prefill", metavar="N", help="Disaggregated: engines that only prefill; with --decode.")
 ]
@@ -58,6 +64,7 @@ def engine_options(
     exact: bool,
     token_budget: int | None,
     pipeline_depth: int = 2,
+    prefix_cache: bool = True,
     prefill: int = 0,
     decode: int = 0,
 ) -> EngineOptions:
@@ -70,6 +77,7 @@ def engine_options(
         exact=exact,
         token_budget=token_budget,
         pipeline_depth=pipeline_depth,
+        prefix_cache=prefix_cache,
         prefill_engines=prefill,
         decode_engines=decode,
     )

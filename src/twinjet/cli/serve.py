@@ -24,6 +24,7 @@ from twinjet.cli.options import (
     Model,
     PipelineDepth,
     PrefillEngines,
+    PrefixCache,
     Threads,
     TokenBudget,
     engine_options,
@@ -45,6 +46,7 @@ def serve(
     exact: Exact = False,
     token_budget: TokenBudget = None,
     pipeline_depth: PipelineDepth = 2,
+    prefix_cache: PrefixCache = True,
     prefill: PrefillEngines = 0,
     decode: DecodeEngines = 0,
     drain_timeout: Annotated[
@@ -68,6 +70,7 @@ def serve(
         exact=exact,
         token_budget=token_budget,
         pipeline_depth=pipeline_depth,
+        prefix_cache=prefix_cache,
         prefill=prefill,
         decode=decode,
     )

@@ -20,6 +20,8 @@ class CacheConfig:
     num_pages: int
     """Pages in the pool, shared by all slots."""
     dtype: KVDtype
+    prefix_cache: bool = True
+    """Whether pages that nobody holds are kept, for sequences that begin with the same tokens."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

@@ -65,6 +65,10 @@ class Request:
     """None: no log-probabilities; 0: the chosen token's; n: also the n most likely."""
     priority: int = 0
     """Lower runs first."""
+    use_cache: bool = True
+    """Whether the prefix cache may be read and filled."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of the same salt, so that one tenant learns nothing of another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class TokenEvent:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """As long as `token_ids` where the request asked for them."""
     finish_reason: FinishReason | None = None
+    num_cached: int = 0
+    """With the first token: how many of the prompt's came from the prefix cache."""
     error: str | None = None
     """What went wrong, with `finish_reason == "error"`."""
 

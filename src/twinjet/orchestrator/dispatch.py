@@ -148,10 +148,18 @@ class Dispatcher:
         for sequence_id, token_id, finish, logprob in zip(*columns[:3], logprobs, strict=True):
             attempt = self._journal.attempt(sequence_id, engine.engine_id)
             if attempt is not None:
-                self._token(engine, attempt, token_id, finish, logprob)
+                self._token(engine, attempt, token_id, finish, logprob, message.num_cached.get(sequence_id, 0))
         self._place()
 
-    def _token(self, engine: Engine, attempt: Attempt, token_id: int, finish: str, logprobs: Logprobs | None) -> None:
+    def _token(
+        self,
+        engine: Engine,
+        attempt: Attempt,
+        token_id: int,
+        finish: str,
+        logprobs: Logprobs | None,
+        num_cached: int,
+    ) -> None:
         entry = attempt.entry
         if attempt.exported or (finish == "exported" and not attempt.exports):
             raise EngineFault(f"sequence {attempt.sequence_id} gave a token or an export that it was not asked for")
@@ -159,6 +167,9 @@ class Dispatcher:
             raise EngineFault(f"token {token_id} of sequence {attempt.sequence_id} is not in the vocabulary")
         if entry.request.num_logprobs is not None and logprobs is None:
             raise EngineFault(f"sequence {attempt.sequence_id} came without the log-probabilities it asked for")
+        if not entry.emitted:
+            # What a later attempt finds of the prompt was computed for this request already.
+            entry.output.num_cached = min(num_cached, len(entry.request.prompt_ids))
         entry.emitted.append(token_id)
         entry.fruitless = 0
         entry.output.push(token_id, None if entry.request.num_logprobs is None else _logprobs(logprobs))

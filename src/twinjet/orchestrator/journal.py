@@ -170,6 +170,8 @@ def submit_message(attempt: Attempt) -> Submit:
         stop_token_ids=sorted(request.stop_token_ids),
         num_logprobs=request.num_logprobs,
         priority=request.priority,
+        use_cache=request.use_cache,
+        cache_salt=request.cache_salt,
         export_pages=attempt.exports,
         pages=list(entry.held.handles) if attempt.imports and entry.held is not None else [],
     )

@@ -14,7 +14,7 @@ from twinjet.core.types import FinishReason, TokenEvent, TokenLogprobs
 class Output:
     """Tokens not yet read, and the end. Written by the dispatcher, read by one `TokenStream`."""
 
-    __slots__ = ("_error", "_finish_reason", "_logprobs", "_token_ids", "_waiter")
+    __slots__ = ("_error", "_finish_reason", "_logprobs", "_token_ids", "_waiter", "num_cached")
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -22,6 +22,8 @@ class Output:
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.num_cached = 0
+        """As in `TokenEvent`; goes out with the next event."""
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self._token_ids.append(token_id)
@@ -42,8 +44,10 @@ class Output:
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs) if self._logprobs else None,
             finish_reason=self._finish_reason,
+            num_cached=self.num_cached,
             error=self._error,
         )
+        self.num_cached = 0
         self._token_ids.clear()
         self._logprobs.clear()
         return event

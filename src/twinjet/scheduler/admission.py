@@ -6,7 +6,7 @@ do not preempt it at once. With nothing else running every sequence fits, becaus
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 from twinjet.scheduler.state import SequenceState
@@ -55,22 +55,32 @@ class WaitingQueue:
         """Take out a sequence that gets a slot, remembering whom it overtook."""
         queue, index = self._find(seq)
         for overtaken in islice(queue, index):
-            overtaken.num_overtaken += 1
+            overtaken.num_overtaken += not overtaken.awaits_prefix
         del queue[index]
 
-    def admissible(self, num_slots: int, num_pages: int, num_running: int) -> list[SequenceState]:
+    def admissible(
+        self, num_slots: int, num_pages: int, num_running: int, num_found: Callable[[SequenceState], int | None]
+    ) -> list[SequenceState]:
         """Those that could all be admitted now, in order of rank.
 
         Args:
             num_slots: free slots.
-            num_pages: free pages that are not reserved.
+            num_pages: pages to be had that are not reserved.
             num_running: sequences that hold a slot.
+            num_found: how many pages a sequence would share with running ones; None: it waits for one of these to
+                compute what it needs, which costs it neither its place nor a slot.
         """
         found: list[SequenceState] = []
         for seq in islice(self._preempted or self._new, num_slots + LOOK_AHEAD):
             if len(found) == num_slots:
                 break
-            needed = self.pages_needed(seq)
+            shared = num_found(seq)
+            seq.awaits_prefix = shared is None
+            if shared is None:
+                if self._preempted:
+                    break
+                continue
+            needed = self.pages_needed(seq) - shared
             if seq.num_unread == 0 and needed + num_running + len(found) <= num_pages:
                 found.append(seq)
                 num_pages -= needed

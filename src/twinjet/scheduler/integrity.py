@@ -5,7 +5,7 @@ Reads state only.
 
 from collections import Counter
 
-from twinjet.scheduler.pages import PageAllocator
+from twinjet.scheduler.prefix_cache import PrefixCache
 from twinjet.scheduler.state import SequenceState
 
 
@@ -17,7 +17,8 @@ def check_sequences(
     unread: list[SequenceState],
     free_slots: list[int],
     max_streams: int,
-    pages: PageAllocator,
+    cache: PrefixCache,
+    num_pages: int,
     page_size: int,
     num_reserved: int,
 ) -> None:
@@ -30,7 +31,8 @@ def check_sequences(
         unread: the sequence of each sampling row in flight.
         free_slots: slots without a sequence.
         max_streams: all slots.
-        pages: the pool.
+        cache: of the pool's pages.
+        num_pages: all pages.
         page_size: tokens per page.
         num_reserved: pages promised to running sequences and not yet given.
     """
@@ -66,14 +68,17 @@ def check_sequences(
             needed = -(-seq.num_known // page_size)
             _require(len(seq.page_ids) + seq.num_reserved == needed, "has pages for its known tokens", seq)
             _require(0 < seq.num_computed < seq.num_known, "is amid its known tokens", seq)
-        for page_id in seq.page_ids:
-            _require(pages.num_holders(page_id) == 1, f"is the only holder of page {page_id}", seq)
+        _require(len(set(seq.page_ids)) == len(seq.page_ids), "holds no page twice", seq)
+        _require(seq.num_registered <= len(seq.page_ids), "has cached only pages that it holds", seq)
 
-    held = [page_id for seq in running for page_id in seq.page_ids]
-    if len(held) != len(set(held)) or len(held) != pages.num_used:
-        raise RuntimeError(f"{pages.num_used} pages are in use, but running sequences hold {sorted(held)}")
-    if num_reserved != sum(seq.num_reserved for seq in running) or num_reserved > pages.num_free:
-        raise RuntimeError(f"{num_reserved} pages are reserved, {pages.num_free} free")
+    holders = Counter(page_id for seq in running for page_id in seq.page_ids)
+    cache.check_integrity([holders[page_id] for page_id in range(num_pages)])
+    for seq in running:
+        # Rows in flight, or to come, write all positions from `num_known` on.
+        for page_id in seq.page_ids[seq.num_known // page_size if seq.decoding else len(seq.page_ids) :]:
+            _require(holders[page_id] == 1, f"alone holds page {page_id}, which it writes", seq)
+    if num_reserved != sum(seq.num_reserved for seq in running) or num_reserved > cache.num_available:
+        raise RuntimeError(f"{num_reserved} pages are reserved, {cache.num_available} to be had")
     slots = sorted([*free_slots, *(seq.slot for seq in running if seq.slot is not None)])
     if slots != list(range(max_streams)):
         raise RuntimeError(f"each of {max_streams} slots must be free or held once, got {slots}")

@@ -24,37 +24,19 @@ is itself the last just skips the step. The first in rank therefore moves in eve
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 
 from twinjet.core.config import CacheConfig, SchedulerConfig
 from twinjet.core.errors import ConfigError, ContextTooLong, InvalidRequest
 from twinjet.core.plan import PageExport, PageGrant, PageImport, Plan, SequenceWork, StepOutput
-from twinjet.core.types import TokenLogprobs
 from twinjet.scheduler.admission import WaitingQueue
+from twinjet.scheduler.draft import StepDraft, check_output, token_logprobs
 from twinjet.scheduler.integrity import check_sequences
 from twinjet.scheduler.pages import PageAllocator
 from twinjet.scheduler.policies import FairPolicy, Policy
+from twinjet.scheduler.prefix_cache import PageKeys, PrefixCache
+from twinjet.scheduler.prefixes import PrefixSharing
 from twinjet.scheduler.sequence import CompletedStep, Emission, Exported, SchedulerStats, SequenceSpec
 from twinjet.scheduler.state import SequenceState
-
-
-@dataclass(slots=True)
-class StepDraft:
-    """A plan in the making; afterwards, what is needed to read its output."""
-
-    step_id: int
-    work: list[SequenceWork] = field(default_factory=list)
-    grants: list[PageGrant] = field(default_factory=list)
-    imports: list[PageImport] = field(default_factory=list)
-    exports: list[PageExport] = field(default_factory=list)
-    members: list[SequenceState] = field(default_factory=list)
-    """Sequences with rows, in order."""
-    sampled: list[SequenceState] = field(default_factory=list)
-    """Those whose last row samples, in order."""
-    exported: list[SequenceState] = field(default_factory=list)
-    leaving: list[SequenceState] = field(default_factory=list)
-    """Sequences that need no further plan."""
-    num_rows: int = 0
 
 
 class Scheduler:
@@ -69,7 +51,9 @@ class Scheduler:
         self._config = config
         self._page_size = cache.page_size
         self._policy: Policy = policy or FairPolicy()
-        self._pages = PageAllocator(cache.num_pages)
+        self._cache_config = cache
+        self._cache = PrefixCache(PageAllocator(cache.num_pages))
+        self._prefixes = PrefixSharing(self._cache, cache.page_size)
         self._free_slots = list(range(config.max_streams - 1, -1, -1))
         self._num_reserved = 0
         """Sum of the running sequences' `num_reserved`."""
@@ -94,7 +78,10 @@ class Scheduler:
             InvalidRequest, ContextTooLong: it could never run; nothing is queued.
         """
         self._check(spec)
-        seq = SequenceState(spec, (*self._policy.rank(spec, now_s), self._num_added))
+        keys = None
+        if self._cache_config.prefix_cache and spec.use_cache:
+            keys = PageKeys(self._page_size, spec.cache_salt)
+        seq = SequenceState(spec, (*self._policy.rank(spec, now_s), self._num_added), keys)
         self._num_added += 1
         self._live[spec.sequence_id] = seq
         self._waiting.add(seq)
@@ -138,42 +125,69 @@ class Scheduler:
             if seq.num_computed == len(seq.page_ids) * self._page_size:
                 if not self._make_room_for_page(seq):
                     continue
-                self._grant(draft, seq, 1)
+                self._grant(draft, seq, len(seq.page_ids), [], 1)
             self._plan_rows(draft, seq, 1, None)
 
     def _plan_chunks(self, draft: StepDraft, now_s: float) -> None:
-        num_rows = self._config.token_budget - draft.num_rows
-        if num_rows == 0:
-            return
+        while (num_rows := self._config.token_budget - draft.num_rows) > 0:
+            prompts = self._prompts()
+            if not prompts:
+                return
+            needs = [need for _, need in prompts]
+            shares = self._policy.divide(num_rows, needs, now_s)
+            for (seq, _), share in zip(prompts, shares, strict=True):
+                if share:
+                    if seq.slot is None:
+                        self._admit(seq)
+                    self._plan_chunk(draft, seq, share)
+            if shares != needs:
+                return
+            # Rows are left, and what these prompts computed may be just what others waited for.
+
+    def _prompts(self) -> list[tuple[SequenceState, int]]:
+        """Sequences that could compute a chunk now, in order of rank, with how much each has to compute."""
         prompts = [seq for seq in self._running if not seq.decoding]
         if self._free_slots and self._waiting:
+            claims: dict[bytes, SequenceState] = {}
+            for seq in prompts:
+                self._prefixes.claim(seq, len(self._prefixes.find(seq)), claims)
+
+            def num_shared(seq: SequenceState) -> int | None:
+                found = self._prefixes.look(seq, claims)
+                return None if found is None else self._prefixes.num_held(found)
+
             prompts += self._waiting.admissible(
-                len(self._free_slots), self._pages.num_free - self._num_reserved, len(self._running)
+                len(self._free_slots), self._cache.num_available - self._num_reserved, len(self._running), num_shared
             )
             prompts.sort(key=lambda seq: seq.rank)
-        if not prompts:
-            return
-        shares = self._policy.divide(num_rows, [seq.num_uncomputed for seq in prompts], now_s)
-        for seq, share in zip(prompts, shares, strict=True):
-            if share:
-                if seq.slot is None:
-                    self._admit(seq)
-                self._plan_chunk(draft, seq, share)
+        claims = {}
+        ready: list[tuple[SequenceState, int]] = []
+        for seq in prompts:
+            found = self._prefixes.look(seq, claims)
+            seq.awaits_prefix = found is None
+            if found is not None:
+                self._prefixes.claim(seq, len(found), claims)
+                ready.append((seq, seq.num_uncomputed - len(found) * self._page_size))
+        return ready
 
     def _plan_chunk(self, draft: StepDraft, seq: SequenceState, num_rows: int) -> None:
+        """Put up to `num_rows` rows of a prompt into the plan."""
+        first_index = len(seq.page_ids)
+        granted = self._prefixes.attach(draft, seq)
         start = seq.num_computed + seq.num_imported
+        num_rows = min(num_rows, seq.num_known - start)
         stop = start + num_rows
         num_missing = -(-stop // self._page_size) - len(seq.page_ids)
-        if num_missing > 0:
-            self._num_reserved -= num_missing
-            seq.num_reserved -= num_missing
-            self._grant(draft, seq, num_missing)
+        self._num_reserved -= len(granted) + num_missing
+        seq.num_reserved -= len(granted) + num_missing
+        self._grant(draft, seq, first_index, granted, num_missing)
         for pages in seq.imports:
             page_ids = tuple(seq.page_ids[: -(-start // self._page_size)])
             draft.imports.append(PageImport(seq.sequence_id, page_ids, pages.start, pages.kv))
         seq.imports = ()
         seq.num_computed = start
         self._plan_rows(draft, seq, num_rows, seq.known_ids(start, stop))
+        self._prefixes.register_planned(draft, seq)
 
     def _plan_rows(
         self, draft: StepDraft, seq: SequenceState, num_rows: int, token_ids: tuple[int, ...] | None
@@ -209,7 +223,7 @@ class Scheduler:
             ValueError: the output is not that plan's. Nothing has changed, so the step can still be failed.
         """
         step = self._oldest(output.step_id)
-        _check_output(step, output)
+        check_output(step, output)
         self._in_flight.popleft()
         self._steps_total += 1
         self._rows_total += step.num_rows
@@ -222,6 +236,7 @@ class Scheduler:
             seq.num_unread -= 1
             seq.num_known += 1
             seq.new_ids.append(token_id)
+            self._prefixes.register_read(seq)
             finish = ""
             if token_id in seq.stop_token_ids:
                 finish = "stop"
@@ -230,8 +245,9 @@ class Scheduler:
             elif seq.export_pages:
                 finish = "exported"
                 exported_ids.add(seq.sequence_id)
-            logprobs = None if seq.num_logprobs is None else _token_logprobs(output, row, seq.num_logprobs)
-            emissions.append(Emission(seq.sequence_id, token_id, finish, logprobs))
+            logprobs = None if seq.num_logprobs is None else token_logprobs(output, row, seq.num_logprobs)
+            num_cached = seq.num_cached if len(seq.new_ids) == 1 else 0
+            emissions.append(Emission(seq.sequence_id, token_id, finish, logprobs, num_cached))
             if finish:
                 self._end(seq)
         exports = [
@@ -244,13 +260,14 @@ class Scheduler:
     def fail(self, step_id: int) -> list[int]:
         """The oldest plan in flight raised: end the sequences that had rows in it, and return their ids.
 
-        Others go on. Plans in flight behind it may hold rows of the failed sequences; these may compute anything,
-        but must find the page table as granted, or they would write into other sequences' pages. So an engine
-        applies a plan's grants before anything of it can fail.
+        So are those ended that share pages which these rows were to fill. Others go on. Plans in flight behind it may
+        hold rows of the failed sequences; these may compute anything, but must find the page table as granted, or they
+        would write into other sequences' pages. So an engine applies a plan's grants before anything of it can fail.
         """
         step = self._oldest(step_id)
+        tainted = self._prefixes.invalidate(step.members, self._in_flight)
         self._in_flight.popleft()
-        failed = [seq for seq in step.members if not seq.ended]
+        failed = [seq for seq in tainted if not seq.ended]
         for seq in failed:
             self._end(seq)
         return [seq.sequence_id for seq in failed]
@@ -271,17 +288,20 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            pages_used=self._pages.num_used,
+            pages_used=self._cache.num_held,
+            pages_cached=self._cache.num_cached,
             waiting_tokens=sum(seq.num_uncomputed for queue in (self._running, self._waiting) for seq in queue),
             wasted_rows_total=self._wasted_rows_total,
             preemptions_total=self._preemptions_total,
+            prefix_queries_total=self._prefixes.queries_total,
+            prefix_hits_total=self._prefixes.hits_total,
+            prefix_evictions_total=self._cache.evictions_total,
             rows_total=self._rows_total,
             steps_total=self._steps_total,
         )
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if slots, pages, queues and plans in flight contradict each other."""
-        self._pages.check_integrity()
         check_sequences(
             live=self._live,
             running=self._running,
@@ -289,7 +309,8 @@ class Scheduler:
             unread=[seq for step in self._in_flight for seq in step.sampled],
             free_slots=self._free_slots,
             max_streams=self._config.max_streams,
-            pages=self._pages,
+            cache=self._cache,
+            num_pages=self._cache_config.num_pages,
             page_size=self._page_size,
             num_reserved=self._num_reserved,
         )
@@ -303,13 +324,16 @@ class Scheduler:
         self._num_reserved += seq.num_reserved
         insort(self._running, seq, key=lambda seq: seq.rank)
 
-    def _grant(self, draft: StepDraft, seq: SequenceState, num_pages: int) -> None:
-        """Give pages that are known to be free to a running sequence."""
-        page_ids = self._pages.allocate(num_pages)
+    def _grant(
+        self, draft: StepDraft, seq: SequenceState, first_index: int, shared_ids: list[int], num_pages: int
+    ) -> None:
+        """Tell the device of pages that a running sequence shares, and of others that are known to be there for it."""
+        page_ids = self._cache.allocate(num_pages)
         if page_ids is None or seq.slot is None:
             raise RuntimeError(f"no {num_pages} pages for sequence {seq.sequence_id} in slot {seq.slot}")
-        draft.grants.append(PageGrant(seq.slot, len(seq.page_ids), tuple(page_ids)))
         seq.page_ids += page_ids
+        if shared_ids or page_ids:
+            draft.grants.append(PageGrant(seq.slot, first_index, (*shared_ids, *page_ids)))
 
     def _make_room_for_page(self, seq: SequenceState) -> bool:
         """Preempt from the end of the ranks until a page is free; False if `seq` itself is the end.
@@ -317,13 +341,14 @@ class Scheduler:
         Nobody who is preempted has rows in the plan being made: decoding rows are planned in order of rank,
         chunks after them.
         """
-        while self._pages.num_free == self._num_reserved:
+        while self._cache.num_available == self._num_reserved:
             last = self._running[-1]
             if last is seq:
                 return False
             self._release(last)
             last.num_computed = 0
             last.decoding = False
+            last.preempted = True
             self._waiting.add_preempted(last)
             self._preemptions_total += 1
         return True
@@ -335,8 +360,9 @@ class Scheduler:
         self._running.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = None
-        self._pages.free(seq.page_ids)
+        self._cache.release(seq.page_ids)
         seq.page_ids = []
+        seq.num_registered = 0
         self._num_reserved -= seq.num_reserved
         seq.num_reserved = 0
 
@@ -382,34 +408,3 @@ class Scheduler:
             stop += pages.kv.shape[2]
         if stop >= num_known:
             raise InvalidRequest(f"imported pages must leave a token to compute, but cover {stop} of {num_known}")
-
-
-def _check_output(step: StepDraft, output: StepOutput) -> None:
-    if len(output.token_ids) != len(step.sampled) or len(output.exports) != len(step.exports):
-        raise ValueError(
-            f"step {step.step_id} samples {len(step.sampled)} tokens and exports {len(step.exports)} sequences, "
-            f"but its output has {len(output.token_ids)} and {len(output.exports)}"
-        )
-    most = max((seq.num_logprobs for seq in step.sampled if seq.num_logprobs is not None), default=None)
-    if most is not None and (output.logprobs is None or (most and _num_top(output) < most)):
-        raise ValueError(f"step {step.step_id} was asked for log-probabilities, {most} at most, and gave fewer")
-
-
-def _num_top(output: StepOutput) -> int:
-    if output.top_ids is None or output.top_logprobs is None:
-        return 0
-    return min(output.top_ids.shape[1], output.top_logprobs.shape[1])
-
-
-def _token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs | None:
-    """Row `row` of an output, cut to the `num_top` most likely tokens."""
-    if output.logprobs is None:
-        return None
-    logprob = float(output.logprobs[row])
-    if not num_top or output.top_ids is None or output.top_logprobs is None:
-        return TokenLogprobs(logprob)
-    return TokenLogprobs(
-        logprob,
-        tuple(output.top_ids[row, :num_top].tolist()),
-        tuple(output.top_logprobs[row, :num_top].tolist()),
-    )

@@ -31,6 +31,10 @@ class SequenceSpec:
     """End as `exported` after the first new token, giving the KV of all tokens of `token_ids`."""
     imports: tuple[ImportedPages, ...] = ()
     """Consecutive from position 0, short of the last known token."""
+    use_cache: bool = True
+    """Whether the prefix cache may give it pages, and be given its own."""
+    cache_salt: str = ""
+    """Pages are shared only between sequences of the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Emission:
     token_id: int
     finish: Literal["", "stop", "length", "exported"] = ""
     logprobs: TokenLogprobs | None = None
+    num_cached: int = 0
+    """With a sequence's first token: how many of its known tokens came from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,12 @@ class SchedulerStats:
     num_running: int
     num_waiting: int
     pages_used: int
+    pages_cached: int
     waiting_tokens: int
     wasted_rows_total: int
     preemptions_total: int
+    prefix_queries_total: int
+    prefix_hits_total: int
+    prefix_evictions_total: int
     rows_total: int
     steps_total: int

@@ -3,6 +3,7 @@
 Holds numbers and ids; decides nothing.
 """
 
+from twinjet.scheduler.prefix_cache import PageKeys
 from twinjet.scheduler.sequence import SequenceSpec
 
 
@@ -17,20 +18,26 @@ class SequenceState:
     """
 
     __slots__ = (
+        "awaits_prefix",
         "decoding",
         "ended",
         "export_pages",
         "given_ids",
         "imports",
+        "keys",
+        "looked_up",
         "max_new_tokens",
         "new_ids",
+        "num_cached",
         "num_computed",
         "num_known",
         "num_logprobs",
         "num_overtaken",
+        "num_registered",
         "num_reserved",
         "num_unread",
         "page_ids",
+        "preempted",
         "rank",
         "sampling",
         "sequence_id",
@@ -38,7 +45,7 @@ class SequenceState:
         "stop_token_ids",
     )
 
-    def __init__(self, spec: SequenceSpec, rank: tuple[float, ...]) -> None:
+    def __init__(self, spec: SequenceSpec, rank: tuple[float, ...], keys: PageKeys | None = None) -> None:
         # Fields are copied rather than `spec` kept, because `imports` is large and to be let go early.
         self.sequence_id = spec.sequence_id
         self.given_ids = spec.token_ids
@@ -51,6 +58,8 @@ class SequenceState:
         self.imports = spec.imports
         self.rank = rank
         """Lower goes first; no two are equal."""
+        self.keys = keys
+        """None: the prefix cache is neither looked up for it nor filled by it."""
         self.new_ids: list[int] = []
         """Generated tokens that were read back."""
         self.num_known = len(spec.token_ids)
@@ -66,6 +75,16 @@ class SequenceState:
         """Pages set aside for its known tokens and not yet given."""
         self.num_overtaken = 0
         """Later ones admitted before it."""
+        self.preempted = False
+        """It was, at least once."""
+        self.looked_up = False
+        """The prefix cache was looked up for it, at least once."""
+        self.awaits_prefix = False
+        """Another sequence computes what it needs next, so it does not compete for the present plan."""
+        self.num_cached = 0
+        """Tokens that it found in the prefix cache rather than computed, less its own."""
+        self.num_registered = 0
+        """Leading pages that were offered to the prefix cache, or come from it."""
         self.ended = False
 
     @property

@@ -37,6 +37,7 @@ class Choice:
         "ended",
         "events",
         "index",
+        "num_cached",
         "num_tokens",
         "prompt_index",
         "request",
@@ -60,6 +61,8 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         """Delivered so far."""
+        self.num_cached = 0
+        """Tokens of the prompt from the prefix cache; known with the first token."""
         self.ended = False
         """No more events are wanted or will come."""
         self._metrics = metrics
@@ -152,6 +155,11 @@ class Generation:
         """Delivered so far, over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, each counted once: its later choices find what the first has computed."""
+        return sum(choice.num_cached for choice in self.choices[:: self.job.n])
+
     def abandon(self) -> None:
         """The client went away: end everything now."""
         self.abandoned = True
@@ -193,6 +201,7 @@ class Generation:
         events = choice.events
         try:
             async for event in events:
+                choice.num_cached += event.num_cached
                 for step in _by_step(event):
                     if choice.ended:
                         return

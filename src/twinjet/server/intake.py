@@ -30,6 +30,7 @@ _MESSAGE_CHARS = 50
 """What a message costs to render besides its content, counted in characters."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _DEFAULT_COMPLETION_TOKENS = 16
+_MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +318,7 @@ class Intake:
             for choice in range(n)
         ]
         stop_token_ids = self._stop_token_ids(body)
+        cache_salt = _check_salt(body.cache_salt)
         requests = tuple(
             Request(
                 request_id=f"{job_id}-{at * n + choice}",
@@ -325,6 +327,8 @@ class Intake:
                 sampling=samplings[choice],
                 stop_token_ids=stop_token_ids,
                 num_logprobs=num_logprobs,
+                use_cache=body.cache_prompt is not False,
+                cache_salt=cache_salt,
             )
             for at, (ids, most) in enumerate(zip(prompts, max_tokens, strict=True))
             for choice in range(n)
@@ -379,6 +383,18 @@ def _refuse(body: msgspec.Struct, unsupported: dict[str, Neutral], where: str = 
 
 def _unsupported(name: str) -> InvalidRequest:
     return InvalidRequest(f"`{name}` is not supported yet; leave it out", name)
+
+
+def _check_salt(salt: str | None) -> str:
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= _MAX_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt must have from 1 to {_MAX_SALT_CHARS} characters, got {len(salt)}; leave it out to share "
+            "prefixes with everybody who does",
+            "cache_salt",
+        )
+    return salt
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> int | None:

@@ -26,6 +26,9 @@ _ENGINE_COUNTERS = (
     ("padding_tokens", "padding_rows_total", "Rows added to fill a bucket."),
     ("wasted_rows", "wasted_rows_total", "Rows whose token was dropped because the sequence had ended."),
     ("preemptions", "preemptions_total", "Sequences that lost their pages to others and were computed again."),
+    ("prefix_cache_queries", "prefix_queries_total", "Tokens that were looked for in the prefix cache."),
+    ("prefix_cache_hits", "prefix_hits_total", "Tokens that were found in the prefix cache."),
+    ("prefix_cache_evictions", "prefix_evictions_total", "Pages that the prefix cache had to give away."),
     ("compiles", "compiles_total", "Programs compiled after warm-up; anything but 0 is a bug."),
     ("busy_seconds", "busy_s_total", "Seconds that the device spent in steps."),
 )
@@ -120,6 +123,12 @@ class ServerMetrics(Collector):
         for engine, report in reports:
             usage.add_metric([engine], report.pages_used / pages if pages else 0.0)
         yield usage
+        cached = GaugeMetricFamily(
+            "twinjet_prefix_cache_pages", "Pages in the prefix cache, in use or not.", labels=["engine"]
+        )
+        for engine, report in reports:
+            cached.add_metric([engine], report.pages_cached)
+        yield cached
         for name, field, text in _ENGINE_COUNTERS:
             family = CounterMetricFamily(f"twinjet_{name}", text, labels=["engine"])
             for engine, report in reports:

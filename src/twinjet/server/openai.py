@@ -124,7 +124,8 @@ class Reply(ABC):
             await write(self._usage_chunk(self._usage()))
 
     def _usage(self) -> Usage:
-        return count_usage(self._job.prompt_tokens, self._generation.completion_tokens)
+        generation = self._generation
+        return count_usage(self._job.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
 
     def _error_event(self, answer: ErrorAnswer) -> ErrorEvent:
         ended = Delta((), "", None, None)

@@ -36,7 +36,9 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
-    """Whether the prefix cache may be used. There is none yet, so both values are honoured."""
+    """Whether the prefix cache may be read and filled. Default true."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
 
     # Harmless: accepted and without effect.
     user: Any = None

@@ -186,8 +186,9 @@ class Detokenized(Struct):
     prompt: str
 
 
-def count_usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+def count_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    details = PromptTokensDetails(cached_tokens)
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
 def completion_logprobs(tokenizer: Tokenizer, delta: Delta, offset: int) -> tuple[CompletionLogprobs, int]:

@@ -40,6 +40,8 @@ def sequence_spec(message: Submit, vocab_size: int) -> SequenceSpec:
         num_logprobs=message.num_logprobs,
         priority=message.priority,
         export_pages=message.export_pages,
+        use_cache=message.use_cache,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -54,6 +56,7 @@ def step_tokens(step_id: int, emissions: Sequence[Emission]) -> StepTokens:
         token_ids=[emission.token_id for emission in emissions],
         finish=[emission.finish for emission in emissions],
         logprobs=logprobs,
+        num_cached={emission.sequence_id: emission.num_cached for emission in emissions if emission.num_cached},
     )
 
 
