@@ -26,6 +26,12 @@ def test_rates_are_of_one_stream_and_of_all():
     assert found.peak_mib == pytest.approx(100.0)
 
 
+def test_the_median_is_little_moved_by_a_disturbed_repetition():
+    found = result("pp", 128, 2, 500.0, 10.0, 510.0)
+    assert found.median_throughput == pytest.approx(500.0)
+    assert found.throughput == pytest.approx(340.0)
+
+
 def test_one_repetition_has_no_spread():
     assert result("pp", 16, 1, 100.0).tokens_per_s_std == 0.0
 
@@ -78,7 +84,7 @@ def test_prefill_at_once_is_compared_with_one_at_a_time():
         512: [pytest.approx(795 / 805)],
     }
     text = "\n".join(findings(results))
-    assert "pp 16: 4 at once 2.50x" in text
+    assert "pp 16: 4 at once 2.50x ± 0.03" in text
     assert "Never slower, within noise." in text
     assert "prompts of up to 16 tokens gain, those from 512 on do not." in text
 

@@ -10,6 +10,7 @@ from tests.bench.made_up import engine_config
 from tests.bench.watched import Watched, run_tests
 from twinjet.bench.rig import Rig, Timing
 from twinjet.bench.suite import BenchTest, Kind
+from twinjet.core.config import CacheConfig, SchedulerConfig
 from twinjet.core.errors import CheckpointError, EngineDead, StepFailed
 from twinjet.core.plan import Plan
 from twinjet.core.types import SamplingParams
@@ -87,29 +88,52 @@ def test_the_next_plan_is_made_while_a_step_runs(monkeypatch: pytest.MonkeyPatch
     assert overtaken == [True] * 10 + [False]
 
 
-def test_repetitions_are_counted_and_the_warm_up_is_not():
+def test_tests_take_turns_and_warm_ups_are_not_counted():
     watched = Watched(engine_config(token_budget=8))
     tests = BenchTest("pp", 16, 2), BenchTest("tg", 12, 3)
     results, told = run_tests(watched, *tests, repetitions=3)
     for test, result in zip(tests, results, strict=True):
         assert (result.test, result.model, result.backend) == (test, "fake", "fake")
         assert [sample.num_tokens for sample in result.samples] == [test.total_tokens] * 3
-    assert told == [(test, done, done == 3) for test in tests for done in range(4)]
-    # Warm-ups: one step of 8 rows, and 3 streams that decode 8 tokens behind one.
-    assert sum(plan.num_rows for plan in watched.plans) == 8 + 3 * 32 + 3 * 9 + 3 * 3 * 13
+    assert told == [*((done, 6, tests[done % 2]) for done in range(6)), (6, 6, tests[1])]
+    # The short ones before them: as many prompts, and 3 streams that decode 4 tokens; each behind a prompt of one.
+    assert sum(plan.num_rows for plan in watched.plans) == 3 * (32 + 32) + 3 * (3 * 5 + 3 * 13)
 
 
 def test_prompts_are_never_the_same_twice():
     watched = Watched(engine_config(token_budget=16, context=64))
     run_tests(watched, BenchTest("pp", 16, 2), repetitions=4)
     prompts = [work.token_ids for plan in watched.plans for work in plan.work]
-    assert len(prompts) == len(set(prompts)) == 10
+    assert len(prompts) == len(set(prompts)) == 4 * 2 * 2
 
 
-def test_no_repetition_begins_once_the_time_is_up():
-    results, told = run_tests(Watched(engine_config()), BenchTest("pp", 4, 1), repetitions=5, max_time_s=0.0)
+def test_no_repetition_begins_once_a_tests_time_is_up():
+    watched = Watched(engine_config())
+    watched.before_step = lambda plan: time.sleep(0.3) if plan.work[0].num_tokens == 8 else None
+    slow, quick = BenchTest("pp", 8, 1), BenchTest("pp", 4, 1)
+    results, told = run_tests(watched, slow, quick, repetitions=4, max_time_s=0.25)
+    assert [len(result.samples) for result in results] == [1, 4]
+    assert told == [(0, 8, slow), *((done, 8, quick) for done in (1, 3, 5, 7)), (8, 8, quick)]
+
+
+def test_every_test_runs_once_whatever_its_time():
+    results, _ = run_tests(Watched(engine_config()), BenchTest("pp", 4, 1), repetitions=5, max_time_s=0.0)
     assert len(results[0].samples) == 1
-    assert [(done, last) for _, done, last in told] == [(0, False), (1, True)]
+
+
+def test_the_prefix_cache_is_off(monkeypatch: pytest.MonkeyPatch):
+    configs: list[CacheConfig] = []
+
+    def noted(self: Scheduler, config: SchedulerConfig, cache: CacheConfig) -> None:
+        configs.append(cache)
+        create(self, config, cache)
+
+    create = Scheduler.__init__
+    monkeypatch.setattr(Scheduler, "__init__", noted)
+    watched = Watched(engine_config())
+    run_tests(watched, BenchTest("pp", 16, 1), repetitions=1)
+    assert watched.config.cache.prefix_cache
+    assert [cache.prefix_cache for cache in configs] == [False]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset on Linux only")
@@ -129,7 +153,7 @@ def test_the_peak_is_that_of_the_test_alone():
     assert (large.peak_bytes or 0) - (small.peak_bytes or 0) > block * 0.9
     assert (large.peak_bytes or 0) - (small_again.peak_bytes or 0) > block * 0.9
     assert small.peak_bytes
-    assert touched == [block, block]
+    assert touched == [block, block]  # the warm-up, and the one that counts
 
 
 def test_the_interpreter_is_left_as_it_was():

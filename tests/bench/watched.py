@@ -34,11 +34,9 @@ class Watched:
 
 def run_tests(
     watched: Watched, *tests: BenchTest, repetitions: int = 3, max_time_s: float = 600.0
-) -> tuple[list[Result], list[tuple[BenchTest, int, bool]]]:
+) -> tuple[list[Result], list[tuple[int, int, BenchTest]]]:
     """Results, and what was told of the progress."""
-    told: list[tuple[BenchTest, int, bool]] = []
+    told: list[tuple[int, int, BenchTest]] = []
     bench = Bench("fake", watched.config, watched.load)
-    results = bench.run(
-        tests, repetitions, max_time_s, lambda *stage: None, lambda test, done, last: told.append((test, done, last))
-    )
+    results = bench.run(tests, repetitions, max_time_s, lambda *stage: None, lambda *progress: told.append(progress))
     return results, told

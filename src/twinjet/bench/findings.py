@@ -19,8 +19,8 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Throughput against that of one at a time."""
-        return self.result.throughput / self.alone.throughput
+        """Throughput against that of one at a time, by the medians."""
+        return self.result.median_throughput / self.alone.median_throughput
 
     @property
     def noise(self) -> float:
@@ -61,10 +61,10 @@ def _prefill_lines(by_length: dict[int, list[Comparison]]) -> list[str]:
         return []
     lines = ["Prefilling several prompts at once, throughput against one at a time:"]
     for length, comparisons in by_length.items():
-        ratios = ", ".join(f"{c.result.test.concurrency} at once {c.ratio:.2f}x" for c in comparisons)
+        ratios = ", ".join(f"{c.result.test.concurrency} at once {c.ratio:.2f}x ± {c.noise:.2f}" for c in comparisons)
         lines.append(f"  pp {length}: {ratios}")
     slower = [
-        f"{c.result.test.name} x {c.result.test.concurrency} ({c.ratio:.2f}x, noise {c.noise:.2f})"
+        f"{c.result.test.name} x {c.result.test.concurrency} ({c.ratio:.2f}x ± {c.noise:.2f})"
         for comparisons in by_length.values()
         for c in comparisons
         if c.slower

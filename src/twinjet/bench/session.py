@@ -1,16 +1,17 @@
 """Runs the tests on one engine in this process: warm-up, repetitions, peak memory.
 
 The whole of what an engine process does is measured, sampling included; there is no wire and no text. Sequences are
-random tokens, drawn anew for each repetition; none ends before its length.
+random tokens, drawn anew for each repetition; none ends before its length. Tests take turns, one repetition each, so
+that what disturbs the machine for a while meets all alike, and they can be compared.
 """
 
 import gc
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from twinjet.bench.memory import peak_bytes, reset_peak
@@ -28,8 +29,8 @@ from twinjet.worker.start import load_engine
 
 StartProgress = Callable[[str, int, int], None]
 """(stage, done, total), as weights are loaded and programs compiled."""
-TestProgress = Callable[[BenchTest, int, bool], None]
-"""(test, repetitions done, whether that was the last), before the first repetition and after each."""
+TestProgress = Callable[[int, int, BenchTest], None]
+"""(repetitions done, of how many, test), before each repetition with what comes, and at the end."""
 
 
 def bench_model(
@@ -56,10 +57,9 @@ class Bench:
     """Tests on an engine that is loaded for them."""
 
     def __init__(self, name: str, config: EngineConfig, load: LoadEngine) -> None:
-        """`name`: the model's, for the results."""
+        """`name`: the model's, for the results. The prefix cache stays off, whatever `config` says."""
         self._name = name
-        self._config = config
-        self._rig = Rig(config, load)
+        self._rig = Rig(replace(config, cache=replace(config.cache, prefix_cache=False)), load)
         self._rng = random.Random(0)
         self._num_sequences = 0
         self._vocab_size = 0
@@ -72,33 +72,37 @@ class Bench:
         on_start: StartProgress,
         on_test: TestProgress,
     ) -> list[Result]:
-        """Each test up to `repetitions` times; no further one begins once a test has taken `max_time_s`.
+        """Each test up to `repetitions` times; no further one of a test begins once it has taken `max_time_s`.
 
         To be called once. Raises: as `bench_model`.
         """
         try:
             engine = self._rig.start(on_start)
             self._vocab_size = engine.vocab_size
+            runs = [_Repetitions(test) for test in tests]
             with _quiet_interpreter():
-                return [self._measure(test, engine.backend, repetitions, max_time_s, on_test) for test in tests]
+                for number in range(repetitions):
+                    for index, run in enumerate(runs):
+                        if run.taken_s < max_time_s or not run.samples:
+                            on_test(number * len(runs) + index, repetitions * len(runs), run.test)
+                            self._measure(run)
+            on_test(repetitions * len(runs), repetitions * len(runs), tests[-1])
+            return [
+                Result(run.test, self._name, engine.backend, tuple(run.samples), run.peak_bytes or None) for run in runs
+            ]
         finally:
             self._rig.close()
 
-    def _measure(
-        self, test: BenchTest, backend: str, repetitions: int, max_time_s: float, on_test: TestProgress
-    ) -> Result:
-        on_test(test, 0, False)
-        self._repeat(test.warm_up(self._config.scheduler.token_budget))
-        from_here = reset_peak()
-        ends_s = time.monotonic() + max_time_s
-        samples: list[Sample] = []
-        ended = False
-        while not ended:
-            garbage.collect_all()
-            samples.append(self._repeat(test))
-            ended = len(samples) == repetitions or time.monotonic() >= ends_s
-            on_test(test, len(samples), ended)
-        return Result(test, self._name, backend, tuple(samples), peak_bytes() if from_here else None)
+    def _measure(self, run: "_Repetitions") -> None:
+        """One repetition more, behind a short one that does not count."""
+        self._repeat(run.test.warm_up())
+        garbage.collect_all()
+        tells = reset_peak()
+        sample = self._repeat(run.test)
+        run.samples.append(sample)
+        run.taken_s += sample.wall_s
+        if tells:
+            run.peak_bytes = max(run.peak_bytes, peak_bytes() or 0)
 
     def _repeat(self, test: BenchTest) -> Sample:
         timing = self._rig.run([self._sequence(test) for _ in range(test.concurrency)])
@@ -116,6 +120,17 @@ class Bench:
             max_new_tokens=test.new_tokens,
             sampling=SamplingParams(seed=self._num_sequences),
         )
+
+
+@dataclass(slots=True)
+class _Repetitions:
+    """Of one test, so far."""
+
+    test: BenchTest
+    samples: list[Sample] = field(default_factory=list)
+    taken_s: float = 0.0
+    peak_bytes: int = 0
+    """0 where the system does not tell."""
 
 
 @contextmanager

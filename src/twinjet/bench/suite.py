@@ -14,8 +14,10 @@ from twinjet.core.errors import ConfigError
 PROMPT_TOKENS = (16, 64, 128, 512, 2048)
 GENERATED_TOKENS = (128,)
 CONCURRENCY = (1, 2, 4, 8, 16)
-WARM_UP_STEPS = 8
-"""Decode steps before a `tg` test that are not counted."""
+WARM_UP_ROWS = 64
+"""Prompt tokens, of all prompts together, that are computed uncounted before each repetition of a `pp` test."""
+WARM_UP_STEPS = 4
+"""Decode steps that are not counted before each repetition of a `tg` test."""
 PAGES_TO_BE_ADMITTED = 2
 """A stream that begins needs a page, and the scheduler admits it only with another one to spare."""
 
@@ -55,9 +57,9 @@ class BenchTest:
         """Tokens of one sequence, prompt and generated."""
         return self.prompt_tokens + self.new_tokens
 
-    def warm_up(self, token_budget: int) -> "BenchTest":
-        """The same in small: one step of prompts, or a few of decoding."""
-        most = max(1, token_budget // self.concurrency) if self.kind == "pp" else WARM_UP_STEPS
+    def warm_up(self) -> "BenchTest":
+        """The same in small."""
+        most = max(1, WARM_UP_ROWS // self.concurrency) if self.kind == "pp" else WARM_UP_STEPS
         return BenchTest(self.kind, min(self.num_tokens, most), self.concurrency)
 
 

@@ -45,7 +45,7 @@ def bench(
     max_time: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="No further repetition begins once a test has taken this long; 0: no bound."
+            metavar="SECONDS", help="No further repetition of a test begins once it has taken this long; 0: no bound."
         ),
     ] = 20.0,
     threads: Threads = None,
@@ -118,7 +118,7 @@ def _run(
     from twinjet.cli.progress import ProgressReport
     from twinjet.cli.tables import print_facts
 
-    bound = f", no further one after {max_time_s:g} s of a test" if max_time_s else ""
+    bound = f", by turns, no further one after {max_time_s:g} s of a test" if max_time_s else ""
     names = ", ".join(dict.fromkeys(test.name for test in tests))
     streams = ", ".join(map(str, dict.fromkeys(test.concurrency for test in tests)))
     print_facts(
@@ -135,13 +135,6 @@ def _run(
         err=True,
     )
     with ProgressReport(still=True) as report:
-        places = {test: index for index, test in enumerate(tests)}
-
-        def show(test: "BenchTest", done: int, last: bool) -> None:
-            before = places[test] * repetitions
-            what = f"{test.name} x {test.concurrency}"
-            report.measuring(before + (repetitions if last else done), len(tests) * repetitions, what)
-
         return bench_model(
             opened.name,
             config,
@@ -149,7 +142,7 @@ def _run(
             repetitions=repetitions,
             max_time_s=max_time_s or math.inf,
             on_start=lambda stage, done, total: report.engine(0, stage, done, total),
-            on_test=show,
+            on_test=lambda done, total, test: report.measuring(done, total, f"{test.name} x {test.concurrency}"),
         )
 
 
