@@ -59,6 +59,7 @@ def test_a_large_machine_gives_every_stream_a_whole_context(model: OpenedModel):
     assert config.threads == 4
     assert (config.scheduler.token_budget, config.scheduler.max_streams) == (512, 8)
     assert config.cache_dir == "/home/cache"
+    assert config.packed_dir == "/home/packed"
 
 
 def test_a_smaller_one_gives_an_eighth_of_its_memory(model: OpenedModel):
@@ -85,6 +86,11 @@ def test_exact_keeps_the_cache_in_float32(model: OpenedModel):
     config = resolve(model, exact=True)
     assert config.exact
     assert config.cache.dtype == "float32"
+
+
+def test_the_prefix_cache_is_on_unless_it_is_switched_off(model: OpenedModel):
+    assert resolve(model).cache.prefix_cache
+    assert not resolve(model, prefix_cache=False).cache.prefix_cache
 
 
 def test_kv_memory_is_taken_as_it_is_and_caps_the_context(model: OpenedModel):

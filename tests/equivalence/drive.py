@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from twinjet.core.config import CacheConfig, EngineConfig, SchedulerConfig
-from twinjet.core.types import SamplingParams
+from twinjet.core.types import SamplingParams, TokenLogprobs
 from twinjet.engine.engine import Engine, load_engine
 from twinjet.scheduler.scheduler import Scheduler
 from twinjet.scheduler.sequence import ImportedPages, SequenceSpec
@@ -34,7 +34,10 @@ def sequence(sequence_id: int, token_ids: Sequence[int], max_new_tokens: int, **
 
 @dataclass
 class Drive:
-    """One run: `arrivals` maps a step number to the sequences that are added before it."""
+    """One run: `arrivals` maps a step number to the sequences that are added before it.
+
+    Each has its own scheduler, so nothing of an earlier run is in the prefix cache.
+    """
 
     engine: Engine
     arrivals: Mapping[int, Sequence[SequenceSpec]]
@@ -43,8 +46,12 @@ class Drive:
     token_budget: int = 512
     max_streams: int = 16
     pipeline_depth: int = 2
+    prefix_cache: bool = True
     tokens: dict[int, list[int]] = field(default_factory=dict)
     exported: dict[int, ImportedPages] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    """How many of each sequence's known tokens came from the prefix cache."""
+    logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     preemptions: int = 0
     largest_step: int = 0
     most_chunks: int = 0
@@ -52,7 +59,7 @@ class Drive:
 
     def run(self) -> "Drive":
         limits = SchedulerConfig(self.max_streams, self.context, self.token_budget)
-        scheduler = Scheduler(limits, CacheConfig(16, self.num_pages, "float32"))
+        scheduler = Scheduler(limits, CacheConfig(16, self.num_pages, "float32", self.prefix_cache))
         waiting = dict(self.arrivals)
         in_flight = deque()
         step = 0
@@ -77,5 +84,7 @@ class Drive:
         done = scheduler.complete(output)
         for emission in done.emissions:
             self.tokens.setdefault(emission.sequence_id, []).append(emission.token_id)
+            self.logprobs.setdefault(emission.sequence_id, []).append(emission.logprobs)
+            self.cached.setdefault(emission.sequence_id, emission.num_cached)
         for pages in done.exports:
             self.exported[pages.sequence_id] = ImportedPages(pages.start, pages.kv)

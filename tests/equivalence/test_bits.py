@@ -71,6 +71,41 @@ def bits_of_chunks(engine: Engine, cuts: list[int], seed: int, num_strangers: in
     return found
 
 
+def bits_on_shared_pages(engine: Engine, cut: int, seed: int, num_strangers: int, same_step: bool) -> np.ndarray:
+    """The last row's bits of a sequence that reads its first `cut` positions from another's pages."""
+    rng = random.Random(seed)
+    slots = rng.sample(range(16), num_strangers + 2)
+    pages = rng.sample(range(NUM_PAGES), PAGES * 8)
+    tokens, shared = prompt(1, LENGTH), pages[: cut // 16]
+    owner = SequenceWork(1, slots[0], 0, cut, tokens[:cut], True, GREEDY)
+    mine = SequenceWork(0, slots[1], cut, LENGTH - cut, tokens[cut:], True, GREEDY, num_logprobs=20)
+    grants = [
+        PageGrant(slots[0], 0, tuple(pages[:PAGES])),
+        PageGrant(slots[1], 0, (*shared, *pages[PAGES : 2 * PAGES - len(shared)])),
+    ]
+    others: list[SequenceWork] = []
+    for i, slot in enumerate(slots[2:], 2):
+        grants.append(PageGrant(slot, 0, tuple(pages[PAGES * i :][:PAGES])))
+        size = rng.choice((1, 3, 17, 40))
+        others.append(SequenceWork(slot + 2, slot, 0, size, prompt(slot, size), True, GREEDY))
+    if same_step:
+        output = engine.step(Plan(0, (owner, *others, mine), tuple(grants)))
+    else:
+        engine.step(Plan(0, (owner,), tuple(grants)))
+        output = engine.step(Plan(1, (*others, mine)))
+    assert output.top_logprobs is not None
+    assert output.top_ids is not None
+    return np.concatenate([output.top_ids[-1], output.top_logprobs[-1].view(np.int32)])
+
+
+def test_pages_of_another_sequence(engine: Engine) -> None:
+    """A prefix hit: pages that another filled, in an earlier step or in this one."""
+    expected = bits_of_chunks(engine, [], seed=0, num_strangers=0)[LENGTH - 1]
+    for trial in range(8):
+        row = bits_on_shared_pages(engine, 16 * (1 + trial), trial, trial % 5, same_step=trial % 2 == 0)
+        np.testing.assert_array_equal(row, expected)
+
+
 def test_random_plans(engine: Engine) -> None:
     expected = bits_of_chunks(engine, list(range(1, LENGTH)), seed=0, num_strangers=0)
     assert len({row.tobytes() for row in expected.values()}) > LENGTH // 2

@@ -59,3 +59,10 @@ def test_with_strangers_and_in_another_order(
     drive = Drive(engine, arrivals, CONTEXT, NUM_PAGES, token_budget=128).run()
     assert {i: drive.tokens[i] for i in whole} == whole
     assert engine.compiles_total == 0
+
+
+def test_after_a_prefix_hit(engine: Engine, specs: list[SequenceSpec], whole: dict[int, list[int]]) -> None:
+    before = [sequence(20 + spec.sequence_id, (*spec.token_ids, 5), 2) for spec in specs]
+    drive = Drive(engine, {0: before, 1: specs}, CONTEXT, NUM_PAGES, token_budget=256).run()
+    assert {i: drive.tokens[i] for i in whole} == whole
+    assert {i: drive.cached[i] for i in whole} == {s.sequence_id: (len(s.token_ids) - 1) // 16 * 16 for s in specs}

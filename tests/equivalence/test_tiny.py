@@ -4,6 +4,7 @@ The oracle computes the whole sequence anew for every token, in one step each, w
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,42 @@ def test_preempted_and_resumed(engine: Engine, oracle: dict[int, list[int]]) -> 
     drive = Drive(engine, {0: growers, 4: SPECS}, CONTEXT, num_pages=CONTEXT // 16 + 2, token_budget=64).run()
     assert drive.preemptions > 0
     assert drive.tokens == oracle | alone
+
+
+def test_preempted_and_resumed_without_its_pages(engine: Engine, oracle: dict[int, list[int]]) -> None:
+    growers = [sequence(50 + i, prompt(50 + i, 100), 220) for i in range(3)]
+    few = CONTEXT // 16 + 2
+    drive = Drive(engine, {0: growers, 4: SPECS}, CONTEXT, few, token_budget=64, prefix_cache=False).run()
+    assert drive.preemptions > 0
+    assert {i: drive.tokens[i] for i in oracle} == oracle
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_after_a_prefix_hit(engine: Engine, oracle: dict[int, list[int]], depth: int) -> None:
+    """Behind somebody with the same prompt, in the same step and later; among strangers, on pages long let go."""
+    first = [sequence(200 + s.sequence_id, (*s.token_ids, 7), 3) for s in SPECS]
+    again = [replace(s, sequence_id=300 + s.sequence_id) for s in SPECS]
+    arrivals = {0: [*first, *strangers(3)], 6: SPECS, 40: again}
+    drive = Drive(engine, arrivals, CONTEXT, NUM_PAGES, token_budget=64, pipeline_depth=depth).run()
+    assert {i: drive.tokens[i] for i in oracle} == oracle
+    assert {i: drive.tokens[300 + i] for i in oracle} == oracle
+    for spec in SPECS:
+        whole_pages = (len(spec.token_ids) - 1) // 16 * 16
+        assert drive.cached[spec.sequence_id] == drive.cached[300 + spec.sequence_id] == whole_pages
+
+
+def test_a_second_turn_on_generated_pages(engine: Engine) -> None:
+    turns = {spec.sequence_id: spec for spec in SPECS}
+    one = Drive(engine, {0: SPECS}, CONTEXT, NUM_PAGES).run()
+    longer = [
+        replace(spec, token_ids=(*spec.token_ids, *one.tokens[i], 9, 8, 7), sequence_id=100 + i)
+        for i, spec in turns.items()
+    ]
+    apart = Drive(engine, {0: longer}, CONTEXT, NUM_PAGES, prefix_cache=False).run()
+    both = Drive(engine, {0: SPECS, 40: longer}, CONTEXT, NUM_PAGES, token_budget=64).run()
+    assert {i: both.tokens[i] for i in apart.tokens} == apart.tokens
+    assert sum(both.cached[100 + i] for i in turns) > sum((len(s.token_ids) - 1) // 16 * 16 for s in SPECS)
+    assert set(apart.cached.values()) == {0}
 
 
 def test_prefilled_in_one_place_and_decoded_in_another(engine: Engine, oracle: dict[int, list[int]]) -> None:

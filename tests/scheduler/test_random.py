@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, with hardly any pages: every sequence gets the tokens it gets alone."""
+"""Whatever happens, with hardly any pages, shared or not: every sequence gets the tokens it gets alone."""
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -142,7 +142,7 @@ class RandomMoves(RuleBasedStateMachine):
 
 TestRandomMoves = RandomMoves.TestCase
 TestRandomMoves.settings = settings(
-    max_examples=150,
+    max_examples=300,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
