@@ -1,5 +1,7 @@
 """Runs `twinjet bench` and keeps what it measured under benchmarks/results, with medians.
 
+`others_cores` in the result says whether the machine was quiet: what other programs took of it meanwhile.
+
 Arguments that are not its own go to the command:
 
     python -m benchmarks.engine_table --json FILE [MODEL] [-p N,...] [-g N,...] [-c N,...] [-r N]
@@ -8,10 +10,14 @@ Arguments that are not its own go to the command:
 import argparse
 import json
 import os
+import resource
 import shlex
 import statistics
 import subprocess
 import sys
+import time
+
+import psutil
 
 from benchmarks.provenance import report, write_json
 
@@ -23,17 +29,28 @@ def with_median(record: dict) -> dict:
     return {**record, "tokens_per_s_spread": spread}
 
 
+def others_cpu_s() -> float:
+    """Processor seconds that this machine has spent on anything but this process and the children it waited for."""
+    times = psutil.cpu_times()
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return times.user + times.system - sum(usage.ru_utime + usage.ru_stime for usage in own)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", required=True, help="write the results here, - for standard output")
     own, passed_on = parser.parse_known_args()
     load_average = os.getloadavg()[0]
     command = [sys.executable, "-m", "twinjet", "bench", *passed_on, "--json", "-"]
+    began_s, others_s = time.monotonic(), others_cpu_s()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)
-    figures = {"command": shlex.join(["twinjet", "bench", *passed_on]), "results": json.loads(done.stdout)}
-    figures["results"] = [with_median(record) for record in figures["results"]]
+    figures = {
+        "command": shlex.join(["twinjet", "bench", *passed_on]),
+        "others_cores": round((others_cpu_s() - others_s) / (time.monotonic() - began_s), 3),
+        "results": [with_median(record) for record in json.loads(done.stdout)],
+    }
     write_json(own.json, report("engine_table", load_average, figures))
 
 
