@@ -30,10 +30,11 @@ def with_median(record: dict) -> dict:
 
 
 def others_cpu_s() -> float:
-    """Processor seconds that this machine has spent on anything but this process and the children it waited for."""
+    """Processor seconds that went to anything but this process and the children it waited for, stolen ones included."""
     times = psutil.cpu_times()
+    busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
     own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return times.user + times.system - sum(usage.ru_utime + usage.ru_stime for usage in own)
+    return busy - sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
 def main() -> None:
