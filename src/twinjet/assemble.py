@@ -12,7 +12,7 @@ from twinjet.core.config import KV_ITEM_BYTES, CacheConfig, EngineConfig, KVDtyp
 from twinjet.core.errors import ConfigError
 from twinjet.machine import available_memory, format_bytes, steady_memory, total_memory, usable_cores
 from twinjet.models.config import ModelConfig
-from twinjet.options import EngineOptions
+from twinjet.options import EngineOptions, packed_folder
 from twinjet.orchestrator.orchestrator import Orchestrator
 from twinjet.text.template import ChatTemplate
 from twinjet.text.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ def engine_config(
         threads=options.threads or max(1, physical_cores // num_engines),
         pipeline_depth=options.pipeline_depth,
         cache_dir=str(home / "cache"),
-        packed_dir=str(home / "packed"),
+        packed_dir=str(packed_folder(home)),
     )
 
 

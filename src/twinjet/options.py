@@ -57,6 +57,11 @@ class EngineOptions:
         return ("prefill",) * self.prefill_engines + ("decode",) * self.decode_engines
 
 
+def packed_folder(home: Path) -> Path:
+    """Where packed weights are kept, for the CPU kernels to map."""
+    return home / "packed"
+
+
 def default_home(environ: Mapping[str, str]) -> Path:
     """Where models and compiled programs are kept: `TWINJET_HOME`, else ~/.cache/twinjet."""
     chosen = environ.get("TWINJET_HOME")

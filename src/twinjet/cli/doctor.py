@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from twinjet.options import DEFAULT_MODEL, EngineOptions, default_home
+from twinjet.options import DEFAULT_MODEL, EngineOptions, default_home, packed_folder
 
 
 def doctor() -> None:
@@ -39,6 +39,7 @@ def doctor() -> None:
             ("jax", f"{_version('jax')}, jaxlib {_version('jaxlib')}"),
             ("compiled kernels", kernels),
             ("home", _describe_home(home)),
+            ("packed weights", _describe_packed(home)),
         ),
         indent="  ",
     )
@@ -70,6 +71,18 @@ def _describe_home(home: Path) -> str:
 
     here = [entry.name for entry in list_models(home) if entry.path is not None]
     return f"{home}; models there: {', '.join(here) or 'none'}"
+
+
+def _describe_packed(home: Path) -> str:
+    from twinjet.checkpoints.packed import list_packed
+    from twinjet.machine import format_bytes
+
+    folder = packed_folder(home)
+    kept = list_packed(folder)
+    if not kept:
+        return f"none in {folder}"
+    each = ", ".join(f"{Path(one.source).name} {format_bytes(one.size_bytes)}" for one in kept)
+    return f"{each}; in {folder}, which may be deleted: a start packs anew"
 
 
 def _plan(home: Path) -> tuple[tuple[str, str], ...]:
