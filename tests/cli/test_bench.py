@@ -75,6 +75,8 @@ def test_a_dash_writes_the_file_to_standard_output_and_nothing_else(home: Path, 
         (("-c", "16", "--token-budget", "8"), ("-c 16", "--token-budget")),
         (("-g", "128", "-p", "0", "-c", "16", "--kv-memory", "256KiB"), ("tg 128", "16 streams", "--kv-memory")),
         (("--json", "missing/bench.json"), ("--json", "missing")),
+        (("--json", "/"), ("--json", "Is a directory")),
+        (("--json", "/proc/bench.json"), ("--json", "cannot be written")),
         (("--plot", "bench.gif"), ("--plot", ".png")),
     ],
 )

@@ -20,10 +20,13 @@ def check_target(option: str, path: Path) -> None:
 
     Raises: ConfigError.
     """
-    if path.is_dir():
-        raise ConfigError(f"{option} must name a file, and {str(path)!r} is a folder")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option}: there is no folder {str(path.parent)!r}")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{option}: {str(path)!r} cannot be written ({error.strerror}); name another file") from None
+    if not there:
+        path.unlink()
 
 
 def write_json(target: str, content: object) -> None:
