@@ -68,9 +68,13 @@ flags+=(-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -
 mkdir -p "$objects" "$(dirname "$out")"
 running=()
 for source in "${to_build[@]}"; do
-    # What asks whether the processor has these instructions must do without them.
     isa=(-mavx2 -mfma -mf16c)
-    [ "$(basename "$source")" != support.cc ] || isa=()
+    case "$(basename "$source")" in
+        # What asks whether the processor has these instructions must do without them.
+        support.cc) isa=() ;;
+        # GCC 12 warns of its own intrinsics, which start from undefined registers.
+        *_vnni.cc) isa+=(-mavx512f -mavx512bw -mavx512vl -mavx512vnni -Wno-maybe-uninitialized) ;;
+    esac
     "$compiler" "${flags[@]}" ${isa[@]+"${isa[@]}"} -c "$source" -o "$objects/$(basename "$source" .cc).o" &
     running+=($!)
 done
@@ -79,6 +83,11 @@ for pid in ${running[@]+"${running[@]}"}; do
     wait "$pid" || failed=1
 done
 [ -z "$failed" ] || without "the compiler failed, see above"
+# The linker keeps one copy of a function that several files hold, and that must not be one with rarer instructions.
+if nm -C "$objects"/*_vnni.o | grep -v -E "asan|ubsan" | grep ' [WVu] '; then
+    echo "kernels: these functions of a *_vnni.cc may replace those of other files: make them internal or inline" >&2
+    exit 1
+fi
 # Beside the old file and then over it: a running server keeps what it has.
 "$compiler" -shared ${link[@]+"${link[@]}"} "${built[@]}" -o "$out.new" -lpthread || without "the linker failed, see above"
 mv "$out.new" "$out"

@@ -7,14 +7,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "microkernels.h"
 #include "simd.h"
 #include "threads.h"
 #include "weights.h"
 
 namespace twinjet {
-
-// Rows of a microkernel: 12 accumulators of 8 columns fill the 16 registers together with their operands.
-constexpr int64_t kTileRows = 6;
 
 // Rows cut into the fewest tiles of up to kTileRows, as even as possible.
 struct TilePlan {
@@ -48,13 +46,19 @@ class Activations {
   const TilePlan plan;
   const int64_t num_inputs;
   const int64_t num_groups;
-  const int8_t* int8_tile(int64_t tile) const { return int8_ + plan.first_row(tile) * num_groups * kGroup; }
-  const int16_t* int16_tile(int64_t tile) const { return int16_ + plan.first_row(tile) * num_groups * kGroup; }
-  const float* float_tile(int64_t tile) const { return float_ + plan.first_row(tile) * num_groups * kGroup; }
-  const float* scales8_tile(int64_t tile) const { return scales8_ + plan.first_row(tile) * num_groups * 2; }
-  const float* scales16_tile(int64_t tile) const { return scales16_ + plan.first_row(tile) * num_groups * 2; }
+  // Where a tile's rows are; null where the matrix does not need the kind.
+  TileInputs tile(int64_t tile) const {
+    const int64_t at = plan.first_row(tile) * num_groups;
+    return {at_group(int8_, at, kGroup), at_group(scales8_, at, 2), at_group(int16_, at, kGroup),
+            at_group(scales16_, at, 2), at_group(float_, at, kGroup)};
+  }
 
  private:
+  template <class T>
+  static const T* at_group(const T* first, int64_t group, int64_t size) {
+    return first == nullptr ? nullptr : first + group * size;
+  }
+
   int8_t* int8_ = nullptr;
   int16_t* int16_ = nullptr;
   float* float_ = nullptr;
@@ -108,3 +112,7 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
 }
 
 }  // namespace twinjet
+
+// Makes products use these instructions (`Instructions`) from now on; 0: this processor lacks them. The results are the
+// same bits, so this is for those who compare them, or their speed.
+extern "C" __attribute__((visibility("default"))) int twinjet_use_instructions(int64_t instructions);
