@@ -1,0 +1,38 @@
+// Products of a few rows with one panel, once for each instruction set. What they compute is the same bits: exact
+// integer dots, and float operations of each column and row in one order.
+//
+// Their sources are compiled for instructions that the processor may lack, so they share nothing with other sources that
+// the linker could take from them: no templates or inline functions of ours that are not inlined.
+#pragma once
+
+#include <cstdint>
+
+#include "weights.h"
+
+namespace twinjet {
+
+// Rows of a microkernel at most.
+constexpr int64_t kTileRows = 6;
+
+// One tile's rows as activations, [group][row][32], and for integers [group][row] pairs of the scale and scale * sum of
+// the group. Kinds that no format of the matrix needs are null.
+struct TileInputs {
+  const int8_t* int8;
+  const float* scales8;
+  const int16_t* int16;
+  const float* scales16;
+  const float* floats;
+};
+
+enum class Instructions : int64_t {
+  kAvx2 = 0,        // with FMA and F16C
+  kAvx512Vnni = 1,  // F, BW, VL and VNNI
+};
+
+// out [num_rows, 16] = rows times panel.
+void multiply_tile_avx2(Format format, int64_t num_rows, const uint8_t* panel, int64_t num_groups, const TileInputs& in,
+                        float* out);
+void multiply_tile_vnni(Format format, int64_t num_rows, const uint8_t* panel, int64_t num_groups, const TileInputs& in,
+                        float* out);
+
+}  // namespace twinjet
