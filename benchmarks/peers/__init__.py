@@ -1,0 +1,1 @@
+"""What benchmarks against other engines share: their programs, and the texts that both read."""
