@@ -5,6 +5,9 @@ process and what of it is weights and KV pool; and packing alone, the mapping al
 by turns, in one process: the file as engines map it; the same without huge pages; anonymous memory with and without.
 
     python -m benchmarks.packed_weights [--model smollm2] [--skip starts|memories] [--json FILE]
+
+The model `random-7b` is random weights of type Q4_0 in the shape of Llama 2 7B, written for the purpose: with what is
+packed from it, 16 GB of disk.
 """
 
 import argparse
@@ -15,15 +18,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 
 from benchmarks.long_prompt import MIB, peak_bytes
 from benchmarks.provenance import report, write_json
+from tests import tiny_models
 from twinjet import AsyncLLM
 from twinjet.assemble import kv_bytes_per_token
+from twinjet.checkpoints import content_hash
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.checkpoints.packed import HEADER_BYTES, PackedWeights
 from twinjet.checkpoints.pull import resolve_model
@@ -41,6 +48,37 @@ from twinjet.options import EngineOptions, default_home
 CONTEXT = 1024
 PROMPT = 32
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def write_random_7b(path: Path) -> Path:
+    """3.8 GB. All layers are alike: what they hold does not matter to speed."""
+    drawn: dict[tuple[int, int], np.ndarray] = {}
+
+    def blocks(rng: np.random.Generator, quant: str, rows: int, columns: int, std: float) -> np.ndarray:
+        if (rows, columns) not in drawn:
+            random = rng.integers(0, 256, (rows * columns // 32, 18), np.uint8)
+            random[:, :2] = np.frombuffer(np.float16(std / 4.6).tobytes(), np.uint8)  # of integers from -8 to 7
+            drawn[rows, columns] = random.reshape(rows, -1)
+        return drawn[rows, columns]
+
+    vocab = tiny_models.bpe_vocab()
+    others = [f"<{number}>" for number in range(32_000 - len(vocab.tokens))]
+    vocab = replace(vocab, tokens=vocab.tokens + others, types=vocab.types + [tiny_models.NORMAL] * len(others))
+    with mock.patch.object(tiny_models, "random_blocks", blocks):
+        return tiny_models.write_tiny_llama(
+            path,
+            quant="Q4_0",
+            num_layers=32,
+            d_model=4096,
+            num_heads=32,
+            num_kv_heads=32,
+            head_dim=128,
+            d_mlp=11_008,
+            context=4096,
+            tied=False,
+            vocab=vocab,
+            name=path.stem,
+        )
 
 
 class Stages:
@@ -192,10 +230,15 @@ def main() -> None:
     arguments = parser.parse_args()
     load_average = os.getloadavg()[0]
     jax.config.update("jax_platforms", "cpu")
-    model = resolve_model(arguments.model, default_home(os.environ)).path
-    results: dict = {"model": model.name, "threads": arguments.threads, "model_mib": round(model.stat().st_size / MIB)}
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
+        if arguments.model == "random-7b":
+            model = write_random_7b(home / "random-7b.gguf")
+        else:
+            model = resolve_model(arguments.model, default_home(os.environ)).path
+        size_mib = round(model.stat().st_size / MIB)
+        results: dict = {"model": model.name, "threads": arguments.threads, "model_mib": size_mib}
+        time.sleep(content_hash.SETTLED_S)  # as long as it takes for the hash of a new file to be remembered
         if arguments.skip != "starts":
             for start in ("first", "second"):
                 results[f"{start}_start"] = asyncio.run(start_once(model, home / "starts"))

@@ -230,6 +230,13 @@ def test_a_full_disk_is_seen_before_packing(store: Store, monkeypatch: pytest.Mo
     assert store.packings == 0
 
 
+def test_a_folder_that_is_deleted_while_it_is_written_is_no_harm(store: Store) -> None:
+    store.fetch(1)
+    assert store.fetch(2, version=2, pack=lambda put: shutil.rmtree(store.folder)) is None
+    assert "cannot be kept" in store.warnings[0]
+    assert_holds(store.fetch(3), 3)
+
+
 def test_a_folder_that_cannot_be_made_is_said(store: Store) -> None:
     store.folder.write_bytes(b"a file stands there")
     assert store.fetch() is None

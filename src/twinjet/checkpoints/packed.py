@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,8 @@ _HASHES = "hashes"
 _PREFIX = struct.Struct("<16sIIQ32s")
 _MAGIC = b"twinjet packed\r\n"
 _CONTAINER_VERSION = 1
+_WAIT_S = 5.0
+"""Between two signs of life from a process that waits."""
 _MAP_BYTES = 64 << 20
 _POPULATE_READ = 22  # madvise(2), since Linux 5.14; not in Python's mmap yet
 
@@ -121,9 +124,10 @@ class PackedWeights:
             if (same_model and older) or altered:
                 other.unlink(missing_ok=True)
         for unfinished in self.folder.glob(f"*{_UNFINISHED}"):
-            if unfinished != _unfinished(path):
+            if unfinished.name.startswith(f"{path.stem}."):
+                unfinished.unlink(missing_ok=True)  # whoever wrote it had the lock that is held here
+            else:
                 _remove_if_dead(unfinished)
-        _unfinished(path).unlink(missing_ok=True)
         space = os.statvfs(self.folder)
         free_bytes = space.f_bavail * space.f_frsize
         if free_bytes < size_bytes + HEADER_BYTES:
@@ -202,7 +206,8 @@ def advise(mapped: mmap.mmap, advice: int, start: int, size: int) -> None:
 
 def _write(path: Path, header: bytes, size_bytes: int, pack: Callable[[Put], None]) -> None:
     """Write a file beside `path`, and rename it once all of it is on disk. The caller holds the lock."""
-    unfinished = _unfinished(path)
+    # No two have one name, even if somebody deletes the lock's file: a rename can then only fail.
+    unfinished = path.with_suffix(f".{secrets.token_hex(4)}{_UNFINISHED}")
     try:
         with unfinished.open("wb", buffering=0) as file:
             descriptor = file.fileno()
@@ -223,10 +228,6 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_suffix(_UNFINISHED)
-
-
 def _lock_of(path: Path) -> filelock.FileLock:
     """The system drops it when its holder dies, however that happens."""
     return filelock.FileLock(path.with_suffix(".lock"))
@@ -236,11 +237,15 @@ def _lock_of(path: Path) -> filelock.FileLock:
 def _locked(path: Path, on_progress: OnProgress) -> Iterator[None]:
     """Be the only process that writes `path`."""
     lock = _lock_of(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        on_progress("wait_packed", 0, 1)
-        lock.acquire(poll_interval=0.1)
+    waiting = False
+    while True:
+        try:
+            lock.acquire(timeout=_WAIT_S if waiting else 0, poll_interval=0.1)
+            break
+        except filelock.Timeout:
+            waiting = True
+            on_progress("wait_packed", 0, 1)
+    if waiting:
         on_progress("wait_packed", 1, 1)
     try:
         yield
@@ -249,7 +254,7 @@ def _locked(path: Path, on_progress: OnProgress) -> Iterator[None]:
 
 
 def _remove_if_dead(unfinished: Path) -> None:
-    lock = _lock_of(unfinished)
+    lock = _lock_of(unfinished.with_suffix(""))
     try:
         with lock.acquire(timeout=0):
             unfinished.unlink(missing_ok=True)
