@@ -10,7 +10,7 @@ import numpy as np
 from twinjet.kernels import LIBRARY, open_library
 
 INSTRUCTION_SET = "avx2"
-"""What the kernels are compiled for; what lies where in packed weights may depend on it."""
+"""For which weights are packed; kernels for newer ones read the same order."""
 
 HANDLERS = (
     "twinjet_attend",
