@@ -1,34 +1,43 @@
 """What the results say about prompts computed at once, and about memory; in sentences."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinjet.bench.results import Result
 
 NOISE_SHARE = 0.03
-"""Differences up to this share are taken for noise, whatever the repetitions' spread: one repetition has none."""
+"""Differences up to this share are taken for noise, however well the repetitions agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Prompts of one length at once, against one at a time."""
+    """Prompts of one length at once, against one at a time, repetition by repetition: a pair lies close in time."""
 
     result: Result
     alone: Result
 
     @property
+    def ratios(self) -> list[float]:
+        """Throughput against that of one at a time, for each turn in which both ran."""
+        streams = self.result.test.concurrency
+        pairs = zip(self.result.stream_rates, self.alone.stream_rates, strict=False)
+        return [together * streams / alone for together, alone in pairs]
+
+    @property
     def ratio(self) -> float:
-        """Throughput against that of one at a time, by the medians."""
-        return self.result.median_throughput / self.alone.median_throughput
+        """The middle one."""
+        return statistics.median(self.ratios)
 
     @property
     def noise(self) -> float:
-        """Differences of the ratio that mean nothing: two standard deviations, at least `NOISE_SHARE`."""
-        spread = math.hypot(
-            self.result.throughput_std / self.result.throughput, self.alone.throughput_std / self.alone.throughput
-        )
-        return max(NOISE_SHARE, 2 * spread * self.ratio)
+        """Up to where a difference of the ratio means nothing: two standard deviations, at least `NOISE_SHARE`.
+
+        Infinite for one pair, which tells nothing of noise.
+        """
+        ratios = self.ratios
+        return max(NOISE_SHARE, 2 * statistics.stdev(ratios)) if len(ratios) > 1 else math.inf
 
     @property
     def slower(self) -> bool:
@@ -37,6 +46,10 @@ class Comparison:
     @property
     def faster(self) -> bool:
         return self.ratio > 1 + self.noise
+
+    def __str__(self) -> str:
+        spread = f" ± {self.noise:.2f}" if math.isfinite(self.noise) else " (once)"
+        return f"{self.ratio:.2f}x{spread}"
 
 
 def compare_prefill(results: Sequence[Result]) -> dict[int, list[Comparison]]:
@@ -61,14 +74,11 @@ def _prefill_lines(by_length: dict[int, list[Comparison]]) -> list[str]:
         return []
     lines = ["Prefilling several prompts at once, throughput against one at a time:"]
     for length, comparisons in by_length.items():
-        ratios = ", ".join(f"{c.result.test.concurrency} at once {c.ratio:.2f}x ± {c.noise:.2f}" for c in comparisons)
-        lines.append(f"  pp {length}: {ratios}")
-    slower = [
-        f"{c.result.test.name} x {c.result.test.concurrency} ({c.ratio:.2f}x ± {c.noise:.2f})"
-        for comparisons in by_length.values()
-        for c in comparisons
-        if c.slower
-    ]
+        lines.append(f"  pp {length}: " + ", ".join(f"{c.result.test.concurrency} at once {c}" for c in comparisons))
+    every = [comparison for comparisons in by_length.values() for comparison in comparisons]
+    if not any(math.isfinite(comparison.noise) for comparison in every):
+        return [*lines, "  More repetitions (-r, --max-time) would tell what of this is noise."]
+    slower = [f"{c.result.test.name} x {c.result.test.concurrency} ({c})" for c in every if c.slower]
     lines.append(f"  Slower than one at a time: {', '.join(slower)}." if slower else "  Never slower, within noise.")
     lines.append(f"  Crossover: {_crossover(by_length)}")
     return lines

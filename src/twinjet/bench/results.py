@@ -61,11 +61,6 @@ class Result:
         return self.tokens_per_s_std * self.test.concurrency
 
     @property
-    def median_throughput(self) -> float:
-        """As `throughput`, the middle one of the repetitions: a disturbed one moves it little."""
-        return statistics.median(self.stream_rates) * self.test.concurrency
-
-    @property
     def wall_throughput(self) -> float:
         """Tokens per second of all streams, by the wall clock."""
         return statistics.fmean(sample.num_tokens / sample.wall_s for sample in self.samples)
