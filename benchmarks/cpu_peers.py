@@ -53,10 +53,10 @@ class LlamaRates:
         self.settings: dict[str, str] = {}
 
     def choose_settings(self) -> None:
-        for measure, options in (("pp512", ["-p", str(PROMPT_TOKENS), "-n", "0"]), ("tg", ["-p", "0", "-n", "64"])):
-            rates = {flash: self._bench([*options, "-fa", flash, "-r", "2"]) for flash in FLASH}
+        for measure, options in (("pp512", ["-p", str(PROMPT_TOKENS), "-n", "0"]), ("tg", ["-p", "0", "-n", "32"])):
+            rates = {flash: self._bench([*options, "-fa", flash]) for flash in FLASH}
             self.settings[measure] = max(FLASH, key=lambda flash: rates[flash])
-        tried = {setting: self._batched(setting, 32) for setting in BATCHED_SETTINGS}
+        tried = {setting: self._batched(setting, 16) for setting in BATCHED_SETTINGS}
         for streams in STREAMS:
             best = max(BATCHED_SETTINGS, key=lambda setting: tried[setting][streams])
             self.settings[f"tg x {streams}"] = " ".join(best)
@@ -64,7 +64,7 @@ class LlamaRates:
     def measure(self) -> dict[str, float]:
         prompts = ["-p", str(PROMPT_TOKENS), "-n", "0", "-fa", self.settings["pp512"]]
         generation = ["-p", "0", "-n", str(GENERATED_TOKENS), "-fa", self.settings["tg"]]
-        rates = {"pp512": self._bench([*prompts, "-r", "3"]), "tg": self._bench([*generation, "-r", "3"])}
+        rates = {"pp512": self._bench(prompts), "tg": self._bench(generation)}
         by_setting: dict[str, dict[int, float]] = {}
         for streams in STREAMS:
             setting = self.settings[f"tg x {streams}"]
@@ -74,9 +74,10 @@ class LlamaRates:
         return rates
 
     def _bench(self, options: list[str]) -> float:
-        said = self._llama.run("llama-bench", "-m", self._model, "-t", str(self._threads), "-o", "json", *options)
+        threads = ["-t", str(self._threads), "-r", "1"]
+        said = self._llama.run("llama-bench", "-m", self._model, *threads, "-o", "json", *options)
         (row,) = json.loads(said)
-        return statistics.median(row["samples_ts"])
+        return row["avg_ts"]
 
     def _batched(self, setting: list[str] | tuple[str, ...], tokens: int) -> dict[int, float]:
         """Streams -> decoded tokens per second."""
@@ -93,12 +94,12 @@ class LlamaRates:
 def measure_twinjet(model: Path, threads: int) -> dict[str, float]:
     rates = {}
     runs = (
-        (["-p", str(PROMPT_TOKENS), "-g", str(GENERATED_TOKENS), "-c", "1"], 3),
-        (["-p", "0", "-g", str(GENERATED_TOKENS), "-c", ",".join(map(str, STREAMS))], 1),
+        ["-p", str(PROMPT_TOKENS), "-g", str(GENERATED_TOKENS), "-c", "1"],
+        ["-p", "0", "-g", str(GENERATED_TOKENS), "-c", ",".join(map(str, STREAMS))],
     )
-    for options, repetitions in runs:
+    for options in runs:
         command = [sys.executable, "-m", "twinjet", "bench", str(model), *options, "--threads", str(threads)]
-        command += ["-r", str(repetitions), "--json", "-"]
+        command += ["-r", "1", "--json", "-"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"twinjet bench failed ({done.returncode}):\n{done.stderr[-2000:]}")
@@ -111,9 +112,9 @@ def measure_twinjet(model: Path, threads: int) -> dict[str, float]:
 
 def measure_ik_llama(python: Path, model: Path, threads: int) -> float:
     script = ROOT / "benchmarks/peers/ik_prefill.py"
-    command = [python, script, model, str(PROMPT_TOKENS), str(threads), "3"]
+    command = [python, script, model, str(PROMPT_TOKENS), str(threads)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return statistics.median(map(float, done.stdout.split()))
+    return float(done.stdout)
 
 
 @contextmanager
@@ -129,8 +130,6 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 def measure_model(name: str, model: Path, llama: LlamaCpp, args: argparse.Namespace) -> dict[str, Any]:
     theirs = LlamaRates(llama, model, args.threads)
-    with turn(args.lock):
-        theirs.choose_settings()
     turns: dict[str, Callable[[], dict[str, float]]] = {
         "llama_cpp": theirs.measure,
         "twinjet": lambda: measure_twinjet(model, args.threads),
@@ -139,8 +138,9 @@ def measure_model(name: str, model: Path, llama: LlamaCpp, args: argparse.Namesp
     if python is not None and name == "Q4_1":
         turns["ik_llama_cpp"] = lambda: {"pp512": measure_ik_llama(python, model, args.threads)}
     engines: dict[str, Rates] = {engine: {} for engine in turns}
-    for index in range(args.rounds):
-        with turn(args.lock):
+    with turn(args.lock):
+        theirs.choose_settings()
+        for index in range(args.rounds):
             # Whoever comes first may find a cooler processor.
             for engine in list(turns) if index % 2 == 0 else reversed(turns):
                 for measure, rate in turns[engine]().items():
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--ik-llama", type=Path, metavar="PYTHON", help="a Python that has ik-llama-cpp-python")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/peers", help="where model files that it makes go")
     parser.add_argument(
-        "--lock", type=Path, metavar="FILE", help="flock this for each round: others may be timing, too"
+        "--lock", type=Path, metavar="FILE", help="flock this for each model: others may be timing, too"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results here, - for standard output")
     args = parser.parse_args()
