@@ -99,6 +99,7 @@ def test_slower_is_what_is_slower_beyond_noise(alone: list[float], together: lis
     text = "\n".join(findings(results))
     assert ("Slower than one at a time: pp 512 x 8" in text) is slower
     assert ("Never slower" in text) is not slower
+    assert ("measured once is not judged" in text) is (len(together) == 1)
 
 
 def test_the_crossover_is_said_where_there_is_none():

@@ -76,10 +76,12 @@ def _prefill_lines(by_length: dict[int, list[Comparison]]) -> list[str]:
     for length, comparisons in by_length.items():
         lines.append(f"  pp {length}: " + ", ".join(f"{c.result.test.concurrency} at once {c}" for c in comparisons))
     every = [comparison for comparisons in by_length.values() for comparison in comparisons]
-    if not any(math.isfinite(comparison.noise) for comparison in every):
+    if not any(math.isfinite(c.noise) for c in every):
         return [*lines, "  More repetitions (-r, --max-time) would tell what of this is noise."]
     slower = [f"{c.result.test.name} x {c.result.test.concurrency} ({c})" for c in every if c.slower]
-    lines.append(f"  Slower than one at a time: {', '.join(slower)}." if slower else "  Never slower, within noise.")
+    unjudged = "" if all(math.isfinite(c.noise) for c in every) else " What was measured once is not judged."
+    verdict = f"Slower than one at a time: {', '.join(slower)}." if slower else "Never slower, within noise."
+    lines.append(f"  {verdict}{unjudged}")
     lines.append(f"  Crossover: {_crossover(by_length)}")
     return lines
 
