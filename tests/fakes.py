@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -18,7 +19,8 @@ from twinjet.core import errors
 from twinjet.core.config import EngineConfig
 from twinjet.core.plan import PageExport, PageGrant, PageImport, Plan, SequenceWork, StepOutput
 from twinjet.core.types import MAX_LOGPROBS
-from twinjet.wire.messages import Stats
+from twinjet.wire.messages import DURATION_BOUNDS_S, Durations, Stats
+from twinjet.worker.calibrate import MEASURED_STEP_ID
 
 FAKE_VOCAB = 1009
 """Default vocabulary size; prime, so that tokens do not repeat soon."""
@@ -43,9 +45,13 @@ def expected_logprob(token: int, vocab_size: int = FAKE_VOCAB) -> float:
     return -float(token) / vocab_size
 
 
-def blank_stats(**figures: float) -> Stats:
+def blank_stats(**figures: Any) -> Stats:
     """A report in which everything but `figures` is 0."""
-    return Stats(**(dict.fromkeys(Stats.__struct_fields__, 0) | figures))
+    none = Durations([0] * (len(DURATION_BOUNDS_S) + 1), 0.0)
+    report: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__, 0)
+    report.update(step_durations=none, gap_durations=none)
+    report.update(figures)
+    return Stats(**report)
 
 
 class FakeEngine:
@@ -88,6 +94,11 @@ class FakeEngine:
 
     def step(self, plan: Plan) -> StepOutput:
         started_s = time.monotonic()
+        if plan.step_id == MEASURED_STEP_ID:
+            # It reads what nobody wrote, and only its time counts.
+            time.sleep(self.step_time_s + self.row_time_s * plan.num_rows)
+            tokens = np.zeros(len(plan.work), np.int32)
+            return StepOutput(plan.step_id, tokens, started_s=started_s, ended_s=time.monotonic())
         self.num_steps += 1
         self.before_step(self.num_steps, plan)
         for grant in plan.grants:

@@ -93,6 +93,19 @@ def test_the_prefix_cache_is_on_unless_it_is_switched_off(model: OpenedModel):
     assert not resolve(model, prefix_cache=False).cache.prefix_cache
 
 
+def test_only_paced_engines_measure_their_steps(model: OpenedModel):
+    assert resolve(model).calibration_s == 0
+    config = resolve(model, paced=True, itl_target_ms=50.0, policy="decode-first")
+    assert config.calibration_s > 0
+    assert (config.scheduler.itl_target_ms, config.scheduler.policy) == (50.0, "decode-first")
+
+
+@pytest.mark.parametrize(("limit", "match"), [({"itl_target_ms": 0.0}, "over 0 ms"), ({"policy": "x"}, "one of bal")])
+def test_limits_that_cannot_work_are_refused(model: OpenedModel, limit: dict[str, object], match: str):
+    with pytest.raises(ConfigError, match=match):
+        resolve(model, **limit)
+
+
 def test_kv_memory_is_taken_as_it_is_and_caps_the_context(model: OpenedModel):
     per_token = kv_bytes_per_token(model.config, "float16")
     assert resolve(model, kv_memory=1000 * per_token).cache.num_pages == 1000 // PAGE_SIZE

@@ -36,7 +36,9 @@ def test_the_model_goes_by_its_files_name(served: Served):
 
 def test_the_start_says_what_was_decided(served: Served):
     said = "".join(served.errors)
-    for part in ("llama", "512 tokens", "4.0 MiB", "float16", "interleaved", "compiling programs"):
+    parts = ("llama", "512 tokens", "4.0 MiB", "float16", "interleaved", "compiling programs")
+    forecast = ("ITL target", "stall bound of running streams", "TTFT, 4 streams", "128 tokens", "decode")
+    for part in (*parts, *forecast):
         assert part in said, said
 
 

@@ -1,11 +1,14 @@
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduler.device import spec
-from twinjet.scheduler.policies import FairPolicy
+from tests.scheduler.device import Rig, prompt, spec
+from twinjet.core.config import PolicyName
+from twinjet.scheduler.policies import POLICIES, BalancedPolicy, Mix
 
-POLICY = FairPolicy()
+POLICY = BalancedPolicy()
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,58 @@ def test_rank_is_priority_then_arrival() -> None:
     early = POLICY.rank(spec(2), 1.0)
     late = POLICY.rank(spec(3), 2.0)
     assert late_but_urgent < early < late
+
+
+def test_what_a_step_is_for() -> None:
+    def mixes(name: PolicyName) -> list[Mix]:
+        policy = POLICIES[name]()
+        return [policy.mix(num, lambda any=any: any) for num, any in ((0, True), (3, True), (3, False))]
+
+    assert mixes("balanced") == [Mix(True, "full"), Mix(True, "paced"), Mix(True, "paced")]
+    assert mixes("prefill-first") == [Mix(False, "full"), Mix(False, "full"), Mix(True, "none")]
+    assert mixes("decode-first") == [Mix(True, "full"), Mix(True, "none"), Mix(True, "none")]
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+@pytest.mark.parametrize("num_pages", [6, 64])
+def test_every_policy_gives_the_same_tokens(policy: PolicyName, num_pages: int) -> None:
+    rig = Rig(policy=POLICIES[policy](), num_pages=num_pages, context=24, prefix_cache=True)
+    for i in range(9):
+        rig.add(spec(i, prompt(2 * i + 1, i), 5))
+        rig.schedule()
+    rig.run(3)
+    rig.check_tokens()
+
+
+def plans(policy: PolicyName) -> list[tuple[list[int], list[int]]]:
+    """(who decodes, whose prompt is computed) in each plan, with a prompt arriving while two sequences decode."""
+    rig = Rig(policy=POLICIES[policy](), token_budget=8)
+    rig.add(spec(1, prompt(4), 6), spec(2, prompt(4), 6))
+    rig.plan()
+    rig.plan()
+    rig.add(spec(3, prompt(16), 2))
+    rig.run()
+    return [
+        ([w.sequence_id for w in plan.work if w.token_ids is None], [w.sequence_id for w in plan.work if w.token_ids])
+        for plan in rig.plans[2:]
+    ]
+
+
+def test_balanced_streams_go_on_beside_a_prompt() -> None:
+    assert plans("balanced")[:3] == [([1, 2], [3])] * 3
+
+
+def test_prefill_first_streams_wait() -> None:
+    assert plans("prefill-first")[:3] == [([], [3]), ([], [3]), ([1, 2, 3], [])]
+
+
+def test_decode_first_prompts_wait() -> None:
+    assert plans("decode-first")[:6] == [([1, 2], [])] * 4 + [([], [3])] * 2
+
+
+def test_decode_first_computes_prompts_where_streams_cannot_get_on() -> None:
+    # The long prompt's pages are reserved, the short sequence lacks one and goes after it in rank.
+    rig = Rig(policy=POLICIES["decode-first"](), token_budget=4, context=32, num_pages=9, page_size=4)
+    rig.add(spec(1, prompt(24), 2), spec(2, prompt(3), 8))
+    rig.run(2)
+    rig.check_tokens()

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
+from tests.fakes import blank_stats
 from twinjet.core.errors import Overloaded
 from twinjet.core.types import EngineInfo, Request, TokenEvent, TokenLogprobs
 from twinjet.orchestrator.interface import EngineStatus, Health, OrchestratorStats
 from twinjet.server.service import ServedModel
 from twinjet.text.template import ChatTemplate
 from twinjet.text.tokenizer import Tokenizer
-from twinjet.wire.messages import Stats
+from twinjet.wire.messages import DURATION_BOUNDS_S, Durations
 
 BOS, EOS, TURN = 256, 257, 258
 SPECIALS = {BOS: "<s>", EOS: "</s>", TURN: "<turn>"}
@@ -206,7 +207,7 @@ class FakeOrchestrator:
         await self.drain(0.0)
 
     def stats(self) -> OrchestratorStats:
-        stats = Stats(
+        stats = blank_stats(
             num_running=len(self.running),
             num_waiting=2,
             pages_used=5,
@@ -220,8 +221,12 @@ class FakeOrchestrator:
             prefix_queries_total=43,
             prefix_hits_total=47,
             prefix_evictions_total=53,
-            compiles_total=0,
+            num_skipped=1,
             busy_s_total=1.5,
+            predicted_s_total=1.25,
+            stall_bound_violations_total=59,
+            step_durations=Durations([1, 0, 2, *[0] * (len(DURATION_BOUNDS_S) - 2)], 1.5),
+            gap_durations=Durations([0, 1, *[0] * (len(DURATION_BOUNDS_S) - 2), 1], 0.5),
         )
         engine = EngineStatus(0, "both", "ready", 1, 0, 3, stats if self.started else None)
         return OrchestratorStats((engine,), len(self.running), 29, 31, 37, {"stale_messages_total": 41.0})

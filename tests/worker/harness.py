@@ -47,14 +47,17 @@ def fake_config(
     context: int = 256,
     token_budget: int = 32,
     pipeline_depth: int = 2,
+    calibration_s: float = 0.0,
+    itl_target_ms: float | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         model_path=f"fake?{options}" if options else "fake",
         cache=CacheConfig(page_size, num_pages, "float32"),
-        scheduler=SchedulerConfig(max_streams, context, token_budget),
+        scheduler=SchedulerConfig(max_streams, context, token_budget, itl_target_ms=itl_target_ms),
         exact=True,
         threads=1,
         pipeline_depth=pipeline_depth,
+        calibration_s=calibration_s,
     )
 
 

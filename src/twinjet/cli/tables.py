@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import typer
 
+from twinjet.core.types import Forecast
+
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
@@ -28,3 +30,31 @@ def print_facts(facts: Sequence[tuple[str, str]], *, indent: str = "", err: bool
     width = max(len(label) for label, _ in facts)
     for label, text in facts:
         typer.echo(f"{indent}{label.ljust(width)}  {text}", err=err)
+
+
+def forecast_facts(forecast: Forecast) -> tuple[tuple[str, str], ...]:
+    """What an engine is expected to do, as (label, text), for people."""
+
+    def times(pairs: Sequence[tuple[int, float]], unit: str) -> str:
+        return ", ".join(f"{n} {unit} {_ms(ms)}" for n, ms in pairs)
+
+    bound = "none: prompts go first" if forecast.stall_bound_ms is None else _ms(forecast.stall_bound_ms)
+    return (
+        ("ITL target", f"{_ms(forecast.itl_target_ms)}; stall bound of running streams: {bound}"),
+        (
+            "chunks",
+            f"{forecast.chunk_rows} tokens, {forecast.busy_chunk_rows} beside {forecast.busy_streams} streams",
+        ),
+        ("TTFT", times(forecast.ttft_ms, "tokens")),
+        (f"TTFT, {forecast.busy_streams} streams", times(forecast.busy_ttft_ms, "tokens")),
+        ("ITL", times(forecast.itl_ms, "streams")),
+        (
+            "throughput",
+            f"prefill {forecast.prefill_tokens_s:.0f} tokens/s, decode {forecast.decode_tokens_s:.0f} tokens/s "
+            f"with {forecast.itl_ms[-1][0]} streams",
+        ),
+    )
+
+
+def _ms(ms: float) -> str:
+    return f"{ms / 1e3:.2f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"

@@ -98,6 +98,30 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What an engine is expected to do, by steps that were measured when it was warmed up."""
+
+    itl_target_ms: float
+    """Longest step, as predicted, while anybody decodes."""
+    stall_bound_ms: float | None
+    """A running stream waits for its next token no longer than this; None: the policy lets prompts go first."""
+    chunk_rows: int
+    """Prompt tokens computed in a step while nobody decodes."""
+    busy_streams: int
+    busy_chunk_rows: int
+    """Prompt tokens computed in a step beside so many streams."""
+    ttft_ms: tuple[tuple[int, float], ...]
+    """(prompt tokens, milliseconds to the first token) with nobody else there."""
+    busy_ttft_ms: tuple[tuple[int, float], ...]
+    """The same beside `busy_streams` streams."""
+    itl_ms: tuple[tuple[int, float], ...]
+    """(streams, milliseconds between tokens) while no prompt is computed."""
+    prefill_tokens_s: float
+    decode_tokens_s: float
+    """Of all streams together, as many as there are slots."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine tells about itself once it is warm."""
 
@@ -116,3 +140,5 @@ class EngineInfo:
     """Which ops run: "reference" now; kernels add theirs."""
     kv_dtype: str
     warmup_s: float
+    forecast: Forecast | None = None
+    """None: no steps were measured."""

@@ -64,6 +64,7 @@ class Engine:
             backend=ready.backend,
             kv_dtype=ready.kv_dtype,
             warmup_s=ready.warmup_s,
+            forecast=ready.forecast,
         )
 
     def report(self, stats: Stats) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from twinjet.core.plan import PageExport, PageGrant, PageImport, SequenceWork, StepOutput
 from twinjet.core.types import TokenLogprobs
+from twinjet.scheduler.cost_model import NOTHING, StepShape
 from twinjet.scheduler.state import SequenceState
 
 
@@ -34,7 +35,9 @@ class StepDraft:
     """Sequences that need no further plan."""
     prefix_moves: list[PrefixMove] = field(default_factory=list)
     """What became of cached pages, in order."""
-    num_rows: int = 0
+    shape: StepShape = NOTHING
+    """Of all rows so far."""
+    predicted_ms: float | None = None
 
 
 def check_output(step: StepDraft, output: StepOutput) -> None:

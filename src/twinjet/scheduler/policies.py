@@ -1,13 +1,25 @@
-"""Who goes first, and how chunks share a step.
+"""Who goes first, what a step is for, and how chunks share it.
 
-A policy ranks sequences and divides rows; it knows neither pages nor slots nor the device. Decoding rows
-are not its business: each decoding sequence gets its row before any chunk.
+A policy ranks sequences, says whether streams or prompts have the next step, and divides rows; it knows neither pages
+nor slots nor the device. How many rows a step may have is the scheduler's business, and the cost model's.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
+from twinjet.core.config import PolicyName
 from twinjet.scheduler.sequence import SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What the next step is for."""
+
+    decodes: bool
+    """Every decoding sequence gets its row."""
+    chunks: Literal["none", "paced", "full"]
+    """Rows of prompts: none; as many as the ITL target allows; or as many as give the best throughput."""
 
 
 class Policy(Protocol):
@@ -17,19 +29,27 @@ class Policy(Protocol):
         """Lower goes first: in admission, in the division of rows, in keeping its pages. Ties: first added first."""
         ...
 
+    def mix(self, num_decoding: int, has_prompts: Callable[[], bool]) -> Mix:
+        """
+        Args:
+            num_decoding: sequences that decode.
+            has_prompts: whether a prompt could be computed now; takes a look at all of them.
+        """
+        ...
+
     def divide(self, num_rows: int, uncomputed: Sequence[int], now_s: float) -> list[int]:
-        """Rows for each prompt, at most `num_rows` together and at most `uncomputed[i]` each.
+        """Rows for each prompt: `num_rows` together, or all of `uncomputed` where that is less.
 
         Args:
-            num_rows: rows that the decoding sequences left of the token budget.
+            num_rows: rows that prompts may have in this step.
             uncomputed: tokens that each prompt, in order of rank, has still to compute.
             now_s: the clock of `arrival_s`.
         """
         ...
 
 
-class FairPolicy:
-    """Priority, then arrival; a prompt yields half of the rows to much shorter ones behind it.
+class BalancedPolicy:
+    """Priority, then arrival; streams first, chunks beside them; a prompt yields half of its rows to much shorter ones.
 
     Prompts of like length run one after the other, which gives the best mean TTFT: dividing rows equally
     between n equal prompts would delay every first token to the end of the last. But where a prompt behind
@@ -41,6 +61,9 @@ class FairPolicy:
 
     def rank(self, spec: SequenceSpec, arrival_s: float) -> tuple[float, ...]:
         return (spec.priority, arrival_s)
+
+    def mix(self, num_decoding: int, has_prompts: Callable[[], bool]) -> Mix:
+        return Mix(True, "paced" if num_decoding else "full")
 
     def divide(self, num_rows: int, uncomputed: Sequence[int], now_s: float) -> list[int]:
         num_prompts = len(uncomputed)
@@ -65,3 +88,32 @@ class FairPolicy:
             shares[i] += extra
             left -= extra
         return shares
+
+
+class PrefillFirstPolicy(BalancedPolicy):
+    """Streams wait while any prompt can be computed, as in JetStream: the best TTFT, and gaps as long as prompts are.
+
+    Streams get on all the same: prompts need slots, and when all slots decode there is none left.
+    """
+
+    def mix(self, num_decoding: int, has_prompts: Callable[[], bool]) -> Mix:
+        if has_prompts():
+            return Mix(False, "full")
+        return Mix(True, "none")
+
+
+class DecodeFirstPolicy(BalancedPolicy):
+    """Prompts wait while anybody decodes, as with batching by request: even streams, and TTFTs as long as answers are.
+
+    Prompts get on all the same: answers end, and none begins meanwhile.
+    """
+
+    def mix(self, num_decoding: int, has_prompts: Callable[[], bool]) -> Mix:
+        return Mix(True, "none" if num_decoding else "full")
+
+
+POLICIES: dict[PolicyName, type[BalancedPolicy]] = {
+    "balanced": BalancedPolicy,
+    "prefill-first": PrefillFirstPolicy,
+    "decode-first": DecodeFirstPolicy,
+}

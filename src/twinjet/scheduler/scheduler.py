@@ -31,8 +31,9 @@ from twinjet.core.plan import PageExport, PageGrant, PageImport, Plan, SequenceW
 from twinjet.scheduler.admission import WaitingQueue
 from twinjet.scheduler.draft import StepDraft, check_output, token_logprobs
 from twinjet.scheduler.integrity import check_sequences
+from twinjet.scheduler.pace import Pace
 from twinjet.scheduler.pages import PageAllocator
-from twinjet.scheduler.policies import FairPolicy, Policy
+from twinjet.scheduler.policies import POLICIES, Policy
 from twinjet.scheduler.prefix_cache import PageKeys, PrefixCache
 from twinjet.scheduler.prefixes import PrefixSharing
 from twinjet.scheduler.sequence import CompletedStep, Emission, Exported, SchedulerStats, SequenceSpec
@@ -50,7 +51,8 @@ class Scheduler:
             )
         self._config = config
         self._page_size = cache.page_size
-        self._policy: Policy = policy or FairPolicy()
+        self._policy: Policy = policy or POLICIES[config.policy]()
+        self._pace: Pace | None = None
         self._cache_config = cache
         self._cache = PrefixCache(PageAllocator(cache.num_pages))
         self._prefixes = PrefixSharing(self._cache, cache.page_size)
@@ -68,6 +70,10 @@ class Scheduler:
         self._rows_total = 0
         self._wasted_rows_total = 0
         self._preemptions_total = 0
+
+    def keep_pace(self, pace: Pace) -> None:
+        """From now on limit steps by their predicted time, and not by the token budget alone."""
+        self._pace = pace
 
     # --- sequences in ---------------------------------------------------------------------------
 
@@ -99,10 +105,16 @@ class Scheduler:
     def schedule(self, now_s: float) -> Plan | None:
         """The next plan; None if nothing can be computed before a plan in flight completes or a sequence is added."""
         draft = StepDraft(self._num_scheduled)
-        self._plan_decodes(draft)
-        self._plan_chunks(draft, now_s)
+        mix = self._policy.mix(sum(seq.decoding for seq in self._running), lambda: bool(self._prompts()))
+        if mix.decodes:
+            self._plan_decodes(draft)
+        if mix.chunks != "none" or not draft.work:
+            # Decoding rows may all lack a page that only the end of a prompt will free.
+            self._plan_chunks(draft, now_s, paced=mix.chunks == "paced")
         if not draft.work:
             return None
+        if self._pace is not None:
+            draft.predicted_ms = self._pace.model.predict_ms(draft.shape)
         for seq in draft.leaving:
             self._release(seq)
         self._num_scheduled += 1
@@ -128,13 +140,23 @@ class Scheduler:
                 self._grant(draft, seq, len(seq.page_ids), [], 1)
             self._plan_rows(draft, seq, 1, None)
 
-    def _plan_chunks(self, draft: StepDraft, now_s: float) -> None:
-        while (num_rows := self._config.token_budget - draft.num_rows) > 0:
+    def _plan_chunks(self, draft: StepDraft, now_s: float, *, paced: bool) -> None:
+        while (num_rows := self._config.token_budget - draft.shape.rows) > 0:
             prompts = self._prompts()
             if not prompts:
                 return
             needs = [need for _, need in prompts]
-            shares = self._policy.divide(num_rows, needs, now_s)
+            if self._pace is None:
+                shares = self._policy.divide(num_rows, needs, now_s)
+            else:
+                shares = self._pace.shares(
+                    draft.shape,
+                    [seq.num_known - need for seq, need in prompts],
+                    needs,
+                    lambda rows, needs=needs: self._policy.divide(rows, needs, now_s),
+                    num_rows,
+                    paced=paced,
+                )
             for (seq, _), share in zip(prompts, shares, strict=True):
                 if share:
                     if seq.slot is None:
@@ -202,8 +224,9 @@ class Scheduler:
         draft.work.append(
             SequenceWork(seq.sequence_id, slot, start, num_rows, token_ids, samples, seq.sampling, seq.num_logprobs)
         )
-        draft.num_rows += num_rows
+        draft.shape = draft.shape.plus(start, num_rows, samples)
         draft.members.append(seq)
+        seq.last_step = draft.step_id
         if samples:
             seq.decoding = True
             seq.num_unread += 1
@@ -226,7 +249,7 @@ class Scheduler:
         check_output(step, output)
         self._in_flight.popleft()
         self._steps_total += 1
-        self._rows_total += step.num_rows
+        self._rows_total += step.shape.rows
         emissions: list[Emission] = []
         exported_ids: set[int] = set()
         for row, (seq, token_id) in enumerate(zip(step.sampled, output.token_ids.tolist(), strict=True)):
@@ -255,7 +278,8 @@ class Scheduler:
             for export, kv in zip(step.exports, output.exports, strict=True)
             if export.sequence_id in exported_ids
         ]
-        return CompletedStep(emissions, exports)
+        decodes = any(work.token_ids is None for work in step.work)
+        return CompletedStep(emissions, exports, step.predicted_ms, decodes)
 
     def fail(self, step_id: int) -> list[int]:
         """The oldest plan in flight raised: end the sequences that had rows in it, and return their ids.
@@ -290,6 +314,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             pages_used=self._cache.num_held,
             pages_cached=self._cache.num_cached,
+            num_skipped=sum(seq.decoding and seq.last_step < self._num_scheduled - 1 for seq in self._running),
             waiting_tokens=sum(seq.num_uncomputed for queue in (self._running, self._waiting) for seq in queue),
             wasted_rows_total=self._wasted_rows_total,
             preemptions_total=self._preemptions_total,

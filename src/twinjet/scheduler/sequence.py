@@ -65,6 +65,10 @@ class CompletedStep:
     emissions: list[Emission]
     exports: list[Exported]
     """Only of sequences that ended as `exported` in this step."""
+    predicted_ms: float | None = None
+    """How long it should have taken; None without a cost model."""
+    decodes: bool = False
+    """Somebody's next token was in it, and not the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class SchedulerStats:
     pages_used: int
     pages_cached: int
     waiting_tokens: int
+    num_skipped: int
     wasted_rows_total: int
     preemptions_total: int
     prefix_queries_total: int

@@ -25,6 +25,7 @@ class SequenceState:
         "given_ids",
         "imports",
         "keys",
+        "last_step",
         "looked_up",
         "max_new_tokens",
         "new_ids",
@@ -69,6 +70,8 @@ class SequenceState:
         """Tokens that plans in flight sample."""
         self.decoding = False
         """The input of the next row is the device's own last token of the slot."""
+        self.last_step = -1
+        """The latest plan that it has rows in."""
         self.slot: int | None = None
         self.page_ids: list[int] = []
         self.num_reserved = 0

@@ -6,7 +6,8 @@ adds to plain numbers; Prometheus objects are made when somebody asks.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,10 +16,20 @@ from prometheus_client.registry import Collector
 
 from twinjet import __version__
 from twinjet.server.service import ServedModel
+from twinjet.wire.messages import DURATION_BOUNDS_S, Durations
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+_ENGINE_GAUGES = (
+    ("prefix_cache_pages", "pages_cached", "Pages in the prefix cache, in use or not."),
+    (
+        "prefilled_not_decoding",
+        "num_skipped",
+        "Sequences whose prompt is computed, and which the latest step left out.",
+    ),
+)
 
 _ENGINE_COUNTERS = (
     ("steps", "steps_total", "Forward passes."),
@@ -31,6 +42,13 @@ _ENGINE_COUNTERS = (
     ("prefix_cache_evictions", "prefix_evictions_total", "Pages that the prefix cache had to give away."),
     ("compiles", "compiles_total", "Programs compiled after warm-up; anything but 0 is a bug."),
     ("busy_seconds", "busy_s_total", "Seconds that the device spent in steps."),
+    ("predicted_seconds", "predicted_s_total", "Seconds that its steps should have taken, by the cost model."),
+    ("stall_bound_violations", "stall_bound_violations_total", "Steps that a stream waited for beyond the bound."),
+)
+
+_ENGINE_DURATIONS = (
+    ("step_seconds", "step_durations", "Time of each step, by the device thread's clock."),
+    ("step_gap_seconds", "gap_durations", "Idle time of the device between two steps while there was work."),
 )
 
 
@@ -49,13 +67,14 @@ class Histogram:
         self._sum += seconds
 
     def family(self) -> HistogramMetricFamily:
-        """Cumulative, as Prometheus wants it."""
-        total = 0
-        buckets = []
-        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((str(bound), total))
+        buckets = cumulative_buckets(self._bounds, self._counts)
         return HistogramMetricFamily(f"twinjet_{self._name}", self._help, buckets=buckets, sum_value=self._sum)
+
+
+def cumulative_buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Of a histogram with one count for each bound and one for what is beyond, as Prometheus wants it."""
+    names = (*(str(float(bound)) for bound in bounds), "+Inf")
+    return list(zip(names, accumulate(counts), strict=True))
 
 
 class ServerMetrics(Collector):
@@ -123,12 +142,25 @@ class ServerMetrics(Collector):
         for engine, report in reports:
             usage.add_metric([engine], report.pages_used / pages if pages else 0.0)
         yield usage
-        cached = GaugeMetricFamily(
-            "twinjet_prefix_cache_pages", "Pages in the prefix cache, in use or not.", labels=["engine"]
+        for name, field, text in _ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(f"twinjet_{name}", text, labels=["engine"])
+            for engine, report in reports:
+                gauge.add_metric([engine], getattr(report, field))
+            yield gauge
+        duty = GaugeMetricFamily(
+            "twinjet_duty_cycle", "Share of the time with work that the device spent in steps.", labels=["engine"]
         )
         for engine, report in reports:
-            cached.add_metric([engine], report.pages_cached)
-        yield cached
+            with_work_s = report.busy_s_total + report.gap_durations.total_s
+            duty.add_metric([engine], report.busy_s_total / with_work_s if with_work_s else 1.0)
+        yield duty
+        for name, field, text in _ENGINE_DURATIONS:
+            histogram = HistogramMetricFamily(f"twinjet_{name}", text, labels=["engine"])
+            for engine, report in reports:
+                durations: Durations = getattr(report, field)
+                buckets = cumulative_buckets(DURATION_BOUNDS_S, durations.counts)
+                histogram.add_metric([engine], buckets, durations.total_s)
+            yield histogram
         for name, field, text in _ENGINE_COUNTERS:
             family = CounterMetricFamily(f"twinjet_{name}", text, labels=["engine"])
             for engine, report in reports:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from twinjet.core.types import Forecast
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Longest accepted message; pages travel outside of messages."""
 
@@ -98,6 +100,7 @@ class Ready(Message, frozen=True):
     backend: str
     kv_dtype: str
     warmup_s: float
+    forecast: Forecast | None = None
 
 
 class Failed(Message, frozen=True):
@@ -154,6 +157,20 @@ class PagesImported(Message, frozen=True):
     ok: bool
 
 
+DURATION_BOUNDS_S = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
+"""Buckets of `Durations`."""
+
+
+class Durations(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram: `counts[i]` of at most `DURATION_BOUNDS_S[i]` and more than the bound before; the last of longer."""
+
+    counts: list[int]
+    total_s: float
+
+
 class Stats(Message, frozen=True):
     """Gauges and counters of the engine, sent at a steady rate, idle or not: also the heartbeat."""
 
@@ -166,6 +183,8 @@ class Stats(Message, frozen=True):
     """Pages in the prefix cache, whether sequences hold them or not."""
     waiting_tokens: int
     """Known tokens not yet computed, of running and waiting sequences."""
+    num_skipped: int
+    """Sequences whose prompt is computed and that had no row in the latest plan all the same."""
     steps_total: int
     rows_total: int
     padding_rows_total: int
@@ -182,6 +201,13 @@ class Stats(Message, frozen=True):
     """Programs compiled after warm-up; anything but 0 is a bug."""
     busy_s_total: float
     """Seconds that the device spent in steps."""
+    predicted_s_total: float
+    """Seconds that it should have spent, by the cost model."""
+    stall_bound_violations_total: int
+    """Steps in which a running stream waited for its next token for longer than the bound that was told."""
+    step_durations: Durations
+    gap_durations: Durations
+    """Idle time between steps while there was work."""
 
 
 ToEngine = Submit | Abort | ReleasePages | Shutdown

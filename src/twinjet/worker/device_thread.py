@@ -12,6 +12,7 @@ from threading import Thread
 
 from twinjet.core.plan import Plan, StepOutput
 from twinjet.engine.interface import SteppingEngine
+from twinjet.scheduler.cost_model import MeasuredStep
 from twinjet.worker.process import name_thread
 
 
@@ -37,6 +38,9 @@ class EngineWarm:
 
     engine: SteppingEngine
     warmup_s: float
+    """Measuring included."""
+    measured: list[MeasuredStep]
+    """Steps for a cost model; none, where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,18 @@ DeviceEvent = StartProgressed | StartFailed | EngineWarm | StepDone | StepCrashe
 LoadEngine = Callable[[Callable[[str, int, int], None]], SteppingEngine]
 """Takes on_progress(stage, done, total), returns an engine not yet warm."""
 
+MeasureEngine = Callable[[SteppingEngine], list[MeasuredStep]]
+
 
 class DeviceThread:
     """Runs plans one after the other."""
 
-    def __init__(self, load: LoadEngine, post: Callable[[DeviceEvent], None]) -> None:
-        """`post` is called from the thread; it must not block."""
+    def __init__(
+        self, load: LoadEngine, post: Callable[[DeviceEvent], None], measure: MeasureEngine | None = None
+    ) -> None:
+        """`post` is called from the thread; it must not block. `measure` gets the warm engine before any plan."""
         self._load = load
+        self._measure = measure
         self._post = post
         self._plans: SimpleQueue[Plan | None] = SimpleQueue()
         # A daemon: a step that never ends must not keep the process from exiting.
@@ -92,10 +101,11 @@ class DeviceThread:
             engine = self._load(lambda stage, done, total: self._post(StartProgressed(stage, done, total)))
             begin_s = time.monotonic()
             engine.warm_up(lambda done, total: self._post(StartProgressed("compile", done, total)))
+            measured = [] if self._measure is None else self._measure(engine)
         except BaseException as error:
             self._post(StartFailed(error))
             return
-        self._post(EngineWarm(engine, time.monotonic() - begin_s))
+        self._post(EngineWarm(engine, time.monotonic() - begin_s, measured))
         while (plan := self._plans.get()) is not None:
             try:
                 output = engine.step(plan)

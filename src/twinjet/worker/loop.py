@@ -13,10 +13,13 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 from twinjet.core.errors import CheckpointError, ConfigError, RequestError, StepFailed, TransferFailed, TwinjetError
 from twinjet.core.plan import StepOutput
 from twinjet.engine.interface import SteppingEngine
+from twinjet.scheduler.cost_model import MeasuredStep, fit
+from twinjet.scheduler.pace import forecast, make_pace
 from twinjet.scheduler.scheduler import Scheduler
 from twinjet.scheduler.sequence import Exported, ImportedPages, SequenceSpec
 from twinjet.wire.launch import WorkerLaunch
@@ -37,6 +40,7 @@ from twinjet.wire.messages import (
 from twinjet.wire.pages import PageStore, pages_prefix
 from twinjet.wire.sockets import EngineSocket
 from twinjet.worker import garbage
+from twinjet.worker.calibrate import measure_steps
 from twinjet.worker.device_thread import (
     DeviceEvent,
     DeviceThread,
@@ -47,6 +51,7 @@ from twinjet.worker.device_thread import (
     StepCrashed,
     StepDone,
 )
+from twinjet.worker.meter import StepMeter
 from twinjet.worker.transfers import ExpectedPages, PagesFetched, PagesStored, TransferEvent, TransferThread
 from twinjet.worker.translate import sequence_spec, step_tokens
 
@@ -70,7 +75,8 @@ class WorkerLoop:
         self._scheduler = Scheduler(config.scheduler, config.cache)
         self._engine: SteppingEngine | None = None
         self._events: deque[DeviceEvent | TransferEvent] = deque()
-        self._device = DeviceThread(load, self._post)
+        measure = partial(measure_steps, config=config) if config.calibration_s else None
+        self._device = DeviceThread(load, self._post, measure)
         prefix = pages_prefix(launch.endpoint, launch.engine_id, launch.incarnation)
         self._transfers = TransferThread(PageStore(prefix), self._post)
         self._fetching: dict[int, SequenceSpec] = {}
@@ -80,8 +86,7 @@ class WorkerLoop:
         self._next_stats_s = 0.0
         self._settled = False
         """Idle, and the idle-time work is done."""
-        self._busy_s_total = 0.0
-        self._padding_rows_total = 0
+        self._meter = StepMeter()
 
     def request_stop(self) -> None:
         """Finish the running step and return from `run`. From any thread, or a signal handler."""
@@ -122,8 +127,8 @@ class WorkerLoop:
                     self._fail_step(step_id, error)
                 case StartProgressed(stage, done, total):
                     self._socket.send(Progress(stage, done, total))
-                case EngineWarm(engine, warmup_s):
-                    self._become_ready(engine, warmup_s)
+                case EngineWarm(engine, warmup_s, measured):
+                    self._become_ready(engine, warmup_s, measured)
                 case StartFailed(error):
                     self._give_up(error)
                 case PagesFetched(sequence_id, imports, error):
@@ -134,9 +139,15 @@ class WorkerLoop:
                     # Without pages: whoever goes on computes them.
                     self._socket.send(PagesExported(sequence_id, list(handles)))
 
-    def _become_ready(self, engine: SteppingEngine, warmup_s: float) -> None:
+    def _become_ready(self, engine: SteppingEngine, warmup_s: float, measured: list[MeasuredStep]) -> None:
         limits, cache = self._config.scheduler, self._config.cache
         self._engine = engine
+        expected = None
+        if measured:
+            pace = make_pace(fit(measured), limits, cache)
+            self._scheduler.keep_pace(pace)
+            self._meter.stall_bound_ms = pace.stall_bound_ms
+            expected = forecast(pace, limits)
         garbage.settle()
         ready = Ready(
             pid=os.getpid(),
@@ -149,6 +160,7 @@ class WorkerLoop:
             backend=engine.backend,
             kv_dtype=cache.dtype,
             warmup_s=warmup_s,
+            forecast=expected,
         )
         self._socket.send(ready)
         log.debug("ready: %s, warm after %.1f s, pid %d", ready.backend, warmup_s, ready.pid)
@@ -169,9 +181,9 @@ class WorkerLoop:
         except ValueError as error:
             self._fail_step(output.step_id, error)
             return
+        more_work = self._scheduler.has_work
         self._submit_plans()
-        self._busy_s_total += output.ended_s - output.started_s
-        self._padding_rows_total += output.num_padding_rows
+        self._meter.add(output, step, more_work=more_work)
         if step.emissions:
             self._socket.send(step_tokens(output.step_id, step.emissions))
         by_sequence: dict[int, list[Exported]] = {}
@@ -284,16 +296,21 @@ class WorkerLoop:
                 pages_used=figures.pages_used,
                 pages_cached=figures.pages_cached,
                 waiting_tokens=figures.waiting_tokens,
+                num_skipped=figures.num_skipped,
                 steps_total=figures.steps_total,
                 rows_total=figures.rows_total,
-                padding_rows_total=self._padding_rows_total,
+                padding_rows_total=self._meter.padding_rows_total,
                 wasted_rows_total=figures.wasted_rows_total,
                 preemptions_total=figures.preemptions_total,
                 prefix_queries_total=figures.prefix_queries_total,
                 prefix_hits_total=figures.prefix_hits_total,
                 prefix_evictions_total=figures.prefix_evictions_total,
                 compiles_total=self._engine.compiles_total,
-                busy_s_total=self._busy_s_total,
+                busy_s_total=self._meter.busy_s_total,
+                predicted_s_total=self._meter.predicted_s_total,
+                stall_bound_violations_total=self._meter.stall_bound_violations_total,
+                step_durations=self._meter.steps(),
+                gap_durations=self._meter.gaps(),
             )
         )
         if self._scheduler.has_work:
@@ -305,7 +322,7 @@ class WorkerLoop:
 
     def _stop(self) -> None:
         """Send what the running step gives, and leave nothing in shared memory."""
-        if not self._device.stop(STOP_S if self._engine is not None else 0.0):
+        if not self._device.stop(STOP_S if self._engine is not None else 0.0) and self._engine is not None:
             log.error("the running step has not ended within %.0f s; leaving without it", STOP_S)
         if self._exit_code == 0:
             for event in list(self._events):

@@ -1,0 +1,165 @@
+"""How large steps may be, by a cost model: small enough for streams that wait for a token, else as large as pays.
+
+Knows shapes of steps and milliseconds; neither sequences nor a clock. Tokens never depend on it, only plans do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twinjet.core.config import CacheConfig, SchedulerConfig
+from twinjet.core.types import Forecast
+from twinjet.scheduler.cost_model import NOTHING, CostModel, StepShape
+
+MIN_CHUNK_ROWS = 16
+"""A prompt gets on by this many rows in a step at least, however tight the target."""
+
+WORTH_WHILE = 0.95
+"""The share of the best throughput that is enough: chunks are no larger, since whoever arrives waits for the step."""
+
+AUTO_LEAST_MS = 20.0
+"""An automatic ITL target is no shorter: nobody would see a difference."""
+
+AUTO_MOST_MS = 200.0
+"""An automatic ITL target is at most this, where decoding alone does not take longer."""
+
+IDLE_FACTOR = 4.0
+"""How much longer than the target a step may take while nobody decodes: a new request waits for it."""
+
+HEADROOM = 1.25
+"""The stall bound is this much more than what is predicted: measured steps spread by less on a quiet machine."""
+
+_BUSY_STREAMS, _BUSY_TOKENS = 8, 512
+"""Streams, and tokens in each, that count as company in a forecast."""
+
+Divide = Callable[[int], list[int]]
+"""Rows in all -> rows of each prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Limits of steps."""
+
+    model: CostModel
+    itl_target_ms: float
+    """Predicted time of a step while anybody decodes."""
+    idle_limit_ms: float
+    """The same while nobody does."""
+    chunk_rows: int
+    """Rows of a step that give as good as the best throughput."""
+    stall_bound_ms: float | None
+    """No stream that is running waits longer for its next token, as long as the predictions hold; None: prompts go
+    before streams, so there is no such bound."""
+
+    def shares(
+        self, shape: StepShape, starts: Sequence[int], needs: Sequence[int], divide: Divide, most: int, *, paced: bool
+    ) -> list[int]:
+        """Rows of each prompt in a step that has `shape` already.
+
+        Args:
+            starts: position that each prompt is computed up to.
+            needs: rows that each could take.
+            divide: the policy's division of a number of rows.
+            most: rows that there may be at most.
+            paced: somebody decodes.
+        """
+        limit_ms = self.itl_target_ms if paced else self.idle_limit_ms
+        if not paced:
+            most = min(most, max(self.chunk_rows - shape.rows, 0))
+
+        def fits(shares: list[int]) -> bool:
+            after = shape
+            for start, need, share in zip(starts, needs, shares, strict=True):
+                if share:
+                    after = after.plus(start, share, share == need)
+            return self.model.predict_ms(after) <= limit_ms
+
+        most = min(most, sum(needs))
+        shares = divide(most)
+        # What the plan has of prompts already was granted under the same limit.
+        low = 0 if shape.chunk_pairs else min(most, MIN_CHUNK_ROWS)
+        if most <= low or fits(shares):
+            return shares
+        high = most
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(divide(middle)):
+                low = middle
+            else:
+                high = middle
+        return divide(low)
+
+
+def make_pace(model: CostModel, limits: SchedulerConfig, cache: CacheConfig) -> Pace:
+    """The limits of an engine. Without a target, the one that lets chunks of good throughput run beside all streams."""
+    itl_target_ms = limits.itl_target_ms
+    best = max(rows / model.predict_ms(_chunk(0, rows)) for rows in _row_counts(limits))
+    chunk_rows = min(
+        rows for rows in _row_counts(limits) if rows / model.predict_ms(_chunk(0, rows)) >= WORTH_WHILE * best
+    )
+    # The longest step of decoding rows alone: all streams, the pool full. (Shared pages can be read more than once.)
+    most_tokens = min(limits.max_streams * limits.context, cache.num_pages * cache.page_size)
+    longest = _decodes(limits.max_streams, most_tokens // limits.max_streams)
+    if itl_target_ms is None:
+        usual = _decodes(limits.max_streams, min(_BUSY_TOKENS, most_tokens // limits.max_streams))
+        roomy_ms = model.predict_ms(usual.plus(0, chunk_rows, True))
+        itl_target_ms = max(AUTO_LEAST_MS, min(roomy_ms, max(AUTO_MOST_MS, 2 * model.predict_ms(usual))))
+    worst_ms = max(itl_target_ms, model.predict_ms(longest.plus(0, MIN_CHUNK_ROWS, True)))
+    return Pace(
+        model=model,
+        itl_target_ms=itl_target_ms,
+        idle_limit_ms=max(IDLE_FACTOR * itl_target_ms, model.predict_ms(_chunk(0, chunk_rows))),
+        chunk_rows=chunk_rows,
+        stall_bound_ms=None if limits.policy == "prefill-first" else HEADROOM * worst_ms,
+    )
+
+
+def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
+    """What to expect of an engine, for people."""
+    model = pace.model
+    num_busy = min(_BUSY_STREAMS, limits.max_streams)
+    company = _decodes(num_busy, min(_BUSY_TOKENS, limits.context // 2))
+    streams = sorted({n for n in (1, 4, 8, 16, 32, limits.max_streams) if n <= limits.max_streams})
+    itl = tuple((n, model.predict_ms(_decodes(n, min(_BUSY_TOKENS, limits.context // 2)))) for n in streams)
+    prompts = [n for n in (128, 512, 2048) if n < limits.context] or [limits.context - 1]
+    alone = tuple((n, _ttft_ms(pace, limits, NOTHING, n)) for n in prompts if n)
+    return Forecast(
+        itl_target_ms=pace.itl_target_ms,
+        stall_bound_ms=pace.stall_bound_ms,
+        chunk_rows=pace.chunk_rows,
+        busy_streams=num_busy,
+        busy_chunk_rows=_next_rows(pace, limits, company, 0, limits.token_budget),
+        ttft_ms=alone,
+        busy_ttft_ms=tuple((n, _ttft_ms(pace, limits, company, n)) for n in prompts if n),
+        itl_ms=itl,
+        prefill_tokens_s=max((1e3 * n / ms for n, ms in alone), default=0.0),
+        decode_tokens_s=1e3 * itl[-1][0] / itl[-1][1],
+    )
+
+
+def _ttft_ms(pace: Pace, limits: SchedulerConfig, company: StepShape, num_tokens: int) -> float:
+    """From the start of the first step to the end of the last that computes a prompt beside decoding rows."""
+    done, ms = 0, 0.0
+    while done < num_tokens:
+        rows = _next_rows(pace, limits, company, done, num_tokens - done)
+        ms += pace.model.predict_ms(company.plus(done, rows, done + rows == num_tokens))
+        done += rows
+    return ms
+
+
+def _next_rows(pace: Pace, limits: SchedulerConfig, company: StepShape, start: int, need: int) -> int:
+    most = limits.token_budget - company.rows
+    return pace.shares(company, [start], [need], lambda rows: [rows], most, paced=company.rows > 0)[0] or 1
+
+
+def _row_counts(limits: SchedulerConfig) -> list[int]:
+    """Sizes of chunks to choose from: whole pages, mostly, up to the budget."""
+    return sorted({*range(MIN_CHUNK_ROWS, limits.token_budget, MIN_CHUNK_ROWS), limits.token_budget})
+
+
+def _chunk(start: int, rows: int) -> StepShape:
+    return NOTHING.plus(start, rows, True)
+
+
+def _decodes(num_streams: int, num_tokens: int) -> StepShape:
+    """A row for each stream, of this many tokens each."""
+    return StepShape(num_streams, num_streams, num_streams * (num_tokens + 1), 0)

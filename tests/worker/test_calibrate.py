@@ -1,0 +1,67 @@
+import asyncio
+
+from tests.fakes import FakeEngine, expected_tokens
+from tests.worker.harness import Server, fake_config, submit, thread_worker
+from twinjet.core.plan import Plan, StepOutput
+from twinjet.scheduler.cost_model import StepShape, fit
+from twinjet.wire.messages import Stats
+from twinjet.worker.calibrate import measure_steps
+
+
+class Recorder(FakeEngine):
+    """A step takes 1 ms and 50 us a row."""
+
+    def __init__(self) -> None:
+        super().__init__(97, 128, 8, 8, 256, step_time_s=1e-3, row_time_s=50e-6)
+        self.plans: list[Plan] = []
+
+    def step(self, plan: Plan) -> StepOutput:
+        self.plans.append(plan)
+        return super().step(plan)
+
+
+def test_plans_are_within_the_engine_and_tell_its_costs() -> None:
+    engine, config = Recorder(), fake_config(calibration_s=0.3)
+    model = fit(measure_steps(engine, config))
+    for plan in engine.plans:
+        assert plan.num_rows <= config.scheduler.token_budget
+        pages = [page_id for grant in plan.grants for page_id in grant.page_ids]
+        assert len(set(pages)) == len(pages)
+        assert max(pages) < config.cache.num_pages
+        assert len({work.slot for work in plan.work}) == len(plan.work) <= config.scheduler.max_streams
+        held = {grant.slot: len(grant.page_ids) * config.cache.page_size for grant in plan.grants}
+        assert all(work.start + work.num_tokens <= held[work.slot] <= config.scheduler.context for work in plan.work)
+    assert max(plan.num_rows for plan in engine.plans) == config.scheduler.token_budget
+    # Sleeping takes longer than asked, on a busy machine much longer.
+    assert 1 < model.predict_ms(StepShape(1, 1, 1, 0)) < 3
+    assert 2.5 < model.predict_ms(StepShape(32, 1, 0, 500)) < 5
+
+
+def test_a_slow_engine_is_measured_for_no_longer_than_it_must() -> None:
+    engine = Recorder()
+    engine.step_time_s = 0.02
+    assert len(measure_steps(engine, fake_config(calibration_s=1e-9))) == len(engine.plans) == 3
+
+
+def test_an_engine_that_measured_says_what_to_expect_and_keeps_to_its_target() -> None:
+    async def scenario() -> None:
+        async with Server() as server:
+            config = fake_config("step_ms=1&row_ms=0.5", calibration_s=0.2, itl_target_ms=11.0)
+            with thread_worker(server, config):
+                ready = await server.until_ready()
+                assert ready.forecast is not None
+                assert ready.forecast.itl_target_ms == 11.0
+                assert ready.forecast.busy_chunk_rows <= 20
+                server.send(submit(0, [1, 2, 3], 60))
+                await server.until(lambda: 0 in server.tokens)
+                server.send(submit(1, list(range(1, 90)), 5))
+                await server.until_ended(0, 1)
+                assert server.tokens[0] == expected_tokens([1, 2, 3], 60)
+                assert server.tokens[1] == expected_tokens(list(range(1, 90)), 5)
+                stats: Stats = await server.fresh_stats()
+                assert 0 < stats.predicted_s_total < 2 * stats.busy_s_total
+                assert sum(stats.step_durations.counts) == stats.steps_total
+                assert sum(stats.gap_durations.counts) == stats.steps_total - 1
+                assert stats.step_durations.total_s == stats.busy_s_total
+
+    asyncio.run(scenario())
