@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -23,6 +24,9 @@ constexpr int64_t kWalksPerThread = 4;
 
 TWINJET_INLINE __m256 load8(const uint16_t* p) { return load_f16(p); }
 TWINJET_INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+TWINJET_INLINE __m256 load8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 
 TWINJET_INLINE float exp1(float x) { return _mm256_cvtss_f32(exp8(_mm256_set1_ps(x))); }
 
@@ -48,8 +52,8 @@ TWINJET_INLINE __m256 exp_nonpositive(__m256 x) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), power));
 }
 
-// scores[m][t] = sum over d of q[m][d] k[d][t], d ascending; 16 tokens. With kAhead it prefetches one line of `ahead`
-// (or two, for float32) per d: as many as the keys and values of 16 tokens take.
+// scores[m][t] = sum over d of q[m][d] k[d][t], d ascending; 16 tokens. With kAhead it prefetches as many lines of
+// `ahead` as the keys and values of 16 tokens take: 32 elements of each for every d.
 template <int M, bool kAhead, class T>
 void score_block(const float* q, int64_t H, const T* k, float* scores, const char* ahead) {
   __m256 sum[M][2];
@@ -58,9 +62,10 @@ void score_block(const float* q, int64_t H, const T* k, float* scores, const cha
   for (int64_t d = 0; d < H; ++d) {
     const __m256 k0 = load8(k + d * kKVTokens), k1 = load8(k + d * kKVTokens + 8);
     if constexpr (kAhead) {
+      // Of int8 half a line.
+      if (sizeof(T) > 1 || d % 2 == 0) {
 #pragma GCC unroll 2
-      for (size_t line = 0; line < sizeof(T) / 2; ++line) {
-        _mm_prefetch(ahead + (d * (sizeof(T) / 2) + line) * 64, _MM_HINT_T0);
+        for (size_t at = 0; at < 32 * sizeof(T); at += 64) _mm_prefetch(ahead + d * 32 * sizeof(T) + at, _MM_HINT_T0);
       }
     }
 #pragma GCC unroll 6
@@ -69,6 +74,10 @@ void score_block(const float* q, int64_t H, const T* k, float* scores, const cha
       sum[m][0] = _mm256_fmadd_ps(x, k0, sum[m][0]);
       sum[m][1] = _mm256_fmadd_ps(x, k1, sum[m][1]);
     }
+  }
+  if constexpr (kAhead && sizeof(T) == 1) {  // two lines of scales
+    _mm_prefetch(ahead + H * 32, _MM_HINT_T0);
+    _mm_prefetch(ahead + H * 32 + 64, _MM_HINT_T0);
   }
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
@@ -139,8 +148,19 @@ TWINJET_INLINE void for_groups(int64_t n, Fn&& fn) {
   }
 }
 
-TWINJET_INLINE void convert(const uint16_t* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(to + i, load_f16(from + i));
+template <class T>
+TWINJET_INLINE void convert(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(to + i, load8(from + i));
+}
+
+// rows[v][t] *= scales[t] for 16 tokens.
+TWINJET_INLINE void scale_tokens(const void* scales, int64_t V, float* rows) {
+  const float* s = static_cast<const float*>(scales);
+  const __m256 s0 = _mm256_loadu_ps(s), s1 = _mm256_loadu_ps(s + 8);
+  for (int64_t v = 0; v < V; ++v, rows += kBlock) {
+    _mm256_storeu_ps(rows, _mm256_mul_ps(_mm256_loadu_ps(rows), s0));
+    _mm256_storeu_ps(rows + 8, _mm256_mul_ps(_mm256_loadu_ps(rows + 8), s1));
+  }
 }
 
 // Running maximum, sum of exponentials and weighted sum of values of some vectors, [V], [V], [V][H].
@@ -238,6 +258,9 @@ class Attention {
   }
 
  private:
+  // Tokens have scales, which multiply their scores, and their weights, in place of their keys and values.
+  static constexpr bool kScaled = std::is_same_v<T, int8_t>;
+
   const float* queries(const Walk& walk, int64_t row) const {
     return q_ + ((walk.first_row + row) * shape_.num_heads + walk.head * R_) * H_;
   }
@@ -305,12 +328,13 @@ class Attention {
         const int64_t next = std::min(origin + kBlock + j * kKVTokens, last_position);
         const char* ahead = reinterpret_cast<const char*>(kv_block(walk, next));
         score_vectors<true>(static_cast<int>(V), work.q, H_, parts[j], scores, ahead);
-        continue;
+      } else {
+        const float* keys = as_float(parts[j], work.block);
+        for_groups(V, [&](int64_t v, int M) {
+          score_vectors<false>(M, work.q + v * H_, H_, keys, scores + v * kBlock, nullptr);
+        });
       }
-      const float* keys = as_float(parts[j], work.block);
-      for_groups(V, [&](int64_t v, int M) {
-        score_vectors<false>(M, work.q + v * H_, H_, keys, scores + v * kBlock, nullptr);
-      });
+      if constexpr (kScaled) scale_tokens(parts[j] + layout_.key_scales_at(), V, scores);
     }
 
     for (int64_t row = 0; row < walk.num_rows; ++row) {
@@ -332,7 +356,8 @@ class Attention {
 
     for (int64_t j = first_part; j < end_part; ++j) {
       const T* from = parts[j] + layout_.value_at(0, 0);
-      const float* weights = work.scores + j * kKVTokens;
+      float* weights = work.scores + j * kKVTokens;
+      if constexpr (kScaled) scale_tokens(parts[j] + layout_.value_scales_at(), V, weights);
       const int64_t t0 = std::max<int64_t>(begin - j * kKVTokens, 0), t1 = std::min(end - j * kKVTokens, kKVTokens);
       if (direct) {
         weigh_vectors(static_cast<int>(V), weights, t0, t1, from, H_, sums.acc);
@@ -346,7 +371,8 @@ class Attention {
   }
 
   const float* as_float(const float* block, float*) const { return block; }
-  const float* as_float(const uint16_t* block, float* converted) const {
+  template <class Stored>
+  const float* as_float(const Stored* block, float* converted) const {
     convert(block, kKVTokens * H_, converted);
     return converted;
   }
@@ -488,135 +514,16 @@ void attend_typed(const AttendShape& shape, const KVPool& pool, const StepView& 
   threads.run(plan.num_items, [&](int64_t item, int thread) { attention.run(plan.items[item], work[thread]); });
 }
 
-void store_row(const float* from, int64_t H, uint16_t* key_to, int64_t stride) {
-  alignas(32) uint16_t half[8];
-  const __m256 largest = _mm256_set1_ps(65504.0f), lowest = _mm256_set1_ps(-65504.0f);
-  for (int64_t h = 0; h < H; h += 8) {
-    // With its operands in this order, the minimum with a NaN is the other number.
-    const __m256 finite = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(from + h), largest), lowest);
-    if (stride == 1) {
-      store_f16(key_to + h, finite);
-      continue;
-    }
-    store_f16(half, finite);
-    for (int64_t i = 0; i < 8; ++i) key_to[(h + i) * stride] = half[i];
-  }
-}
-
-void store_row(const float* from, int64_t H, float* to, int64_t stride) {
-  const float largest = 3.4028235e38f;
-  for (int64_t h = 0; h < H; ++h) {
-    const float x = from[h] < largest ? from[h] : largest;  // NaN too
-    to[h * stride] = x > -largest ? x : -largest;
-  }
-}
-
-template <class T>
-void append_typed(const KVPool& pool, int64_t layer, int64_t page, int64_t position, int64_t head, const float* key,
-                  const float* value) {
-  const KVLayout& layout = pool.layout;
-  T* block = static_cast<T*>(pool.data) + layout.block_at(layer, page, position, head);
-  const int64_t token = position % kKVTokens;
-  store_row(key, layout.head_dim, block + layout.key_at(0, token), kKVTokens);
-  store_row(value, layout.head_dim, block + layout.value_at(token, 0), 1);
-}
-
-// fn(key [H] at stride 16, value [H], kv index of the key, kv index of the value) for all rows in range, heads and layers;
-// `missing` with the same indices for rows out of range.
-template <class T, class Fn, class Missing>
-void for_rows(const KVPool& pool, int64_t num_layers, const int32_t* rows, int64_t M, ThreadPool& threads, Fn&& fn,
-              Missing&& missing) {
-  const KVLayout& layout = pool.layout;
-  const int64_t K = layout.num_heads, H = layout.head_dim, num_rows = layout.num_pages * layout.page_size;
-  constexpr int64_t kGrain = 32;  // rows per task
-  const int64_t grains = (M + kGrain - 1) / kGrain;
-  threads.run(num_layers * grains, [&](int64_t task, int) {
-    const int64_t layer = task / grains;
-    for (int64_t m = task % grains * kGrain; m < std::min(M, (task % grains + 1) * kGrain); ++m) {
-      for (int64_t head = 0; head < K; ++head) {
-        const int64_t key = ((layer * 2 * M + m) * K + head) * H, value = key + M * K * H;
-        if (rows[m] < 0 || rows[m] >= num_rows) {
-          missing(key, value);
-          continue;
-        }
-        const int64_t position = rows[m] % layout.page_size;
-        T* block = static_cast<T*>(pool.data) + layout.block_at(layer, rows[m] / layout.page_size, position, head);
-        const int64_t token = position % kKVTokens;
-        fn(block + layout.key_at(0, token), block + layout.value_at(token, 0), key, value);
-      }
-    }
-  });
-}
-
-template <class T>
-void gather_typed(const KVPool& pool, int64_t num_layers, const int32_t* rows, int64_t M, T* kv, ThreadPool& threads) {
-  const int64_t H = pool.layout.head_dim;
-  for_rows<T>(
-      pool, num_layers, rows, M, threads,
-      [&](const T* key, const T* value, int64_t key_at, int64_t value_at) {
-        for (int64_t h = 0; h < H; ++h) kv[key_at + h] = key[h * kKVTokens];
-        std::memcpy(kv + value_at, value, H * sizeof(T));
-      },
-      [&](int64_t key_at, int64_t value_at) {
-        std::memset(kv + key_at, 0, H * sizeof(T));
-        std::memset(kv + value_at, 0, H * sizeof(T));
-      });
-}
-
-template <class T>
-void scatter_typed(const KVPool& pool, int64_t num_layers, const int32_t* rows, int64_t M, const T* kv,
-                   ThreadPool& threads) {
-  const int64_t H = pool.layout.head_dim;
-  for_rows<T>(
-      pool, num_layers, rows, M, threads,
-      [&](T* key, T* value, int64_t key_at, int64_t value_at) {
-        for (int64_t h = 0; h < H; ++h) key[h * kKVTokens] = kv[key_at + h];
-        std::memcpy(value, kv + value_at, H * sizeof(T));
-      },
-      [](int64_t, int64_t) {});
-}
-
 }  // namespace
-
-bool kv_supported(const KVLayout& layout, int64_t num_heads) {
-  return layout.page_size > 0 && layout.page_size % kKVTokens == 0 && layout.head_dim > 0 &&
-         layout.head_dim % 16 == 0 && layout.num_heads > 0 && num_heads > 0 && num_heads % layout.num_heads == 0;
-}
 
 void attend(const AttendShape& shape, const KVPool& pool, const StepView& step, const float* q, float* out,
             ThreadPool& threads, Scratch& scratch) {
   const int64_t row_size = shape.num_heads * pool.layout.head_dim, num_rows = step.num_rows();
   std::memset(out + num_rows * row_size, 0, (step.T - num_rows) * row_size * sizeof(float));
-  if (pool.type == KVType::kF16) {
-    attend_typed<uint16_t>(shape, pool, step, q, out, threads, scratch);
-  } else {
-    attend_typed<float>(shape, pool, step, q, out, threads, scratch);
-  }
-}
-
-void append_kv(const KVPool& pool, int64_t layer, int64_t page, int64_t position, int64_t head, const float* key,
-               const float* value) {
-  if (pool.type == KVType::kF16) {
-    append_typed<uint16_t>(pool, layer, page, position, head, key, value);
-  } else {
-    append_typed<float>(pool, layer, page, position, head, key, value);
-  }
-}
-
-void gather_kv(const KVPool& pool, int64_t num_layers, const int32_t* rows, int64_t M, void* kv, ThreadPool& threads) {
-  if (pool.type == KVType::kF16) {
-    gather_typed(pool, num_layers, rows, M, static_cast<uint16_t*>(kv), threads);
-  } else {
-    gather_typed(pool, num_layers, rows, M, static_cast<float*>(kv), threads);
-  }
-}
-
-void scatter_kv(const KVPool& pool, int64_t num_layers, const int32_t* rows, int64_t M, const void* kv,
-                ThreadPool& threads) {
-  if (pool.type == KVType::kF16) {
-    scatter_typed(pool, num_layers, rows, M, static_cast<const uint16_t*>(kv), threads);
-  } else {
-    scatter_typed(pool, num_layers, rows, M, static_cast<const float*>(kv), threads);
+  switch (pool.layout.type) {
+    case KVType::kF16: return attend_typed<uint16_t>(shape, pool, step, q, out, threads, scratch);
+    case KVType::kF32: return attend_typed<float>(shape, pool, step, q, out, threads, scratch);
+    case KVType::kI8: return attend_typed<int8_t>(shape, pool, step, q, out, threads, scratch);
   }
 }
 

@@ -6,30 +6,28 @@ namespace twinjet {
 namespace {
 
 // The pool in a buffer, and how many layers it has.
-ffi::ErrorOr<KVPool> pool_of(ffi::AnyBuffer kv, const KVLayout& layout, int64_t num_heads, int64_t* num_layers) {
+ffi::ErrorOr<KVPool> pool_of(ffi::AnyBuffer kv, KVLayout layout, int64_t num_heads, int64_t* num_layers) {
   if (!kv_supported(layout, num_heads)) {
     return ffi::Unexpected(invalid(
         "expected pages of a multiple of 16 tokens, a head dim that is a multiple of 16 and query heads that are a multiple "
         "of KV heads, got " + std::to_string(layout.page_size) + ", " + std::to_string(layout.head_dim) + ", " +
         std::to_string(num_heads) + " and " + std::to_string(layout.num_heads)));
   }
-  if (kv.element_type() != ffi::F16 && kv.element_type() != ffi::F32) {
-    return ffi::Unexpected(invalid("expected a KV pool of float16 or float32"));
-  }
+  if (!kv_type(kv, &layout.type)) return ffi::Unexpected(invalid("expected a KV pool of float16, float32 or int8"));
   const int64_t size = static_cast<int64_t>(kv.element_count());
   if (layout.num_pages <= 0 || size % layout.layer_elements() != 0) {
     return ffi::Unexpected(invalid("a KV pool of " + std::to_string(size) + " elements is no whole number of layers of " +
                                    std::to_string(layout.layer_elements())));
   }
   *num_layers = size / layout.layer_elements();
-  return KVPool{kv.untyped_data(), kv.element_type() == ffi::F16 ? KVType::kF16 : KVType::kF32, layout};
+  return KVPool{kv.untyped_data(), layout};
 }
 
 ffi::Error run_attend(F32Buffer q, ffi::AnyBuffer kv, I32Buffer packed, ResultF32 out, int64_t T, int64_t B, int64_t MP,
                       int64_t layer, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t num_pages,
                       int64_t page_size, int64_t window, float scale, float soft_cap) {
   int64_t num_layers = 0;
-  auto pool = pool_of(kv, {num_pages, page_size, num_kv_heads, head_dim}, num_heads, &num_layers);
+  auto pool = pool_of(kv, {num_pages, page_size, num_kv_heads, head_dim, {}}, num_heads, &num_layers);
   if (pool.has_error()) return pool.error();
   const StepView step(packed.typed_data(), T, B, MP);
   const size_t size = static_cast<size_t>(T * num_heads * head_dim);
@@ -47,7 +45,7 @@ ffi::Error run_append(F32Buffer keys, F32Buffer values, ffi::AnyBuffer, I32Buffe
                       int64_t B, int64_t MP, int64_t layer, int64_t num_kv_heads, int64_t head_dim, int64_t num_pages,
                       int64_t page_size) {
   int64_t num_layers = 0;
-  auto pool = pool_of(*kv, {num_pages, page_size, num_kv_heads, head_dim}, num_kv_heads, &num_layers);
+  auto pool = pool_of(*kv, {num_pages, page_size, num_kv_heads, head_dim, {}}, num_kv_heads, &num_layers);
   if (pool.has_error()) return pool.error();
   const StepView step(packed.typed_data(), T, B, MP);
   const size_t size = static_cast<size_t>(T * num_kv_heads * head_dim);
@@ -69,12 +67,12 @@ ffi::Error run_append(F32Buffer keys, F32Buffer values, ffi::AnyBuffer, I32Buffe
 ffi::Error run_gather(ffi::AnyBuffer kv, I32Buffer rows, ResultAny out, int64_t num_kv_heads, int64_t head_dim,
                       int64_t num_pages, int64_t page_size) {
   int64_t num_layers = 0;
-  auto pool = pool_of(kv, {num_pages, page_size, num_kv_heads, head_dim}, num_kv_heads, &num_layers);
+  auto pool = pool_of(kv, {num_pages, page_size, num_kv_heads, head_dim, {}}, num_kv_heads, &num_layers);
   if (pool.has_error()) return pool.error();
   const int64_t M = static_cast<int64_t>(rows.element_count());
   if (out->element_type() != kv.element_type() ||
-      static_cast<int64_t>(out->element_count()) != num_layers * 2 * M * num_kv_heads * head_dim) {
-    return invalid("gather_kv: expected [L, 2, M, K, H] of the pool's type");
+      static_cast<int64_t>(out->element_count()) != num_layers * 2 * M * num_kv_heads * pool->layout.row_elements()) {
+    return invalid("gather_kv: expected [L, 2, M, K, W] of the pool's type");
   }
   const KernelScope scope;
   gather_kv(*pool, num_layers, rows.typed_data(), M, out->untyped_data(), scope.pool());
@@ -84,12 +82,12 @@ ffi::Error run_gather(ffi::AnyBuffer kv, I32Buffer rows, ResultAny out, int64_t 
 ffi::Error run_scatter(ffi::AnyBuffer, I32Buffer rows, ffi::AnyBuffer from, ResultAny kv, int64_t num_kv_heads,
                        int64_t head_dim, int64_t num_pages, int64_t page_size) {
   int64_t num_layers = 0;
-  auto pool = pool_of(*kv, {num_pages, page_size, num_kv_heads, head_dim}, num_kv_heads, &num_layers);
+  auto pool = pool_of(*kv, {num_pages, page_size, num_kv_heads, head_dim, {}}, num_kv_heads, &num_layers);
   if (pool.has_error()) return pool.error();
   const int64_t M = static_cast<int64_t>(rows.element_count());
   if (from.element_type() != kv->element_type() ||
-      static_cast<int64_t>(from.element_count()) != num_layers * 2 * M * num_kv_heads * head_dim) {
-    return invalid("scatter_kv: expected [L, 2, M, K, H] of the pool's type");
+      static_cast<int64_t>(from.element_count()) != num_layers * 2 * M * num_kv_heads * pool->layout.row_elements()) {
+    return invalid("scatter_kv: expected [L, 2, M, K, W] of the pool's type");
   }
   const KernelScope scope;
   scatter_kv(*pool, num_layers, rows.typed_data(), M, from.untyped_data(), scope.pool());
@@ -137,7 +135,7 @@ TWINJET_HANDLER(twinjet_gather_kv, run_gather,
                 ffi::Ffi::Bind()
                     .Arg<ffi::AnyBuffer>()  // KV pool
                     .Arg<I32Buffer>()       // pool rows [M]
-                    .Ret<ffi::AnyBuffer>()  // [L, 2, M, K, H]
+                    .Ret<ffi::AnyBuffer>()  // [L, 2, M, K, W]
                     .Attr<int64_t>("num_kv_heads")
                     .Attr<int64_t>("head_dim")
                     .Attr<int64_t>("num_pages")
@@ -147,7 +145,7 @@ TWINJET_HANDLER(twinjet_scatter_kv, run_scatter,
                 ffi::Ffi::Bind()
                     .Arg<ffi::AnyBuffer>()  // KV pool, the result's own buffer
                     .Arg<I32Buffer>()       // pool rows [M]
-                    .Arg<ffi::AnyBuffer>()  // [L, 2, M, K, H]
+                    .Arg<ffi::AnyBuffer>()  // [L, 2, M, K, W]
                     .Ret<ffi::AnyBuffer>()  // KV pool
                     .Attr<int64_t>("num_kv_heads")
                     .Attr<int64_t>("head_dim")

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "kv.h"
 #include "xla/ffi/api/ffi.h"
 
 // As XLA_FFI_DEFINE_HANDLER_SYMBOL, visible outside the library.
@@ -22,5 +23,15 @@ using ResultI32 = ffi::Result<I32Buffer>;
 using ResultAny = ffi::Result<ffi::AnyBuffer>;
 
 inline ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("twinjet kernels: " + message); }
+
+// The type of a KV pool; false: of none.
+inline bool kv_type(const ffi::AnyBuffer& pool, KVType* type) {
+  switch (pool.element_type()) {
+    case ffi::F16: *type = KVType::kF16; return true;
+    case ffi::F32: *type = KVType::kF32; return true;
+    case ffi::S8: *type = KVType::kI8; return true;
+    default: return false;
+  }
+}
 
 }  // namespace twinjet

@@ -2,9 +2,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention.h"
 #include "batch.h"
 #include "ffi.h"
+#include "kv.h"
 #include "matmul.h"
 #include "simd.h"
 #include "threads.h"
@@ -174,9 +174,8 @@ ffi::Error qkv(F32Buffer x, BytesBuffer blob, ffi::AnyBuffer pool, I32Buffer pac
   const int64_t rows = step.num_rows(), N = num_heads, K = num_kv_heads, H = head_dim, D = matrix.num_inputs;
   if (matrix.num_columns != (N + 2 * K) * H) return invalid("qkv matrix of another width");
   if (pool.untyped_data() != pool_out->untyped_data()) return invalid("the KV pool was copied: it is not donated");
-  const ffi::DataType dtype = pool.element_type();
-  if (dtype != ffi::F16 && dtype != ffi::F32) return invalid("KV pool of another dtype than float16 or float32");
-  const KVPool kv{pool.untyped_data(), dtype == ffi::F16 ? KVType::kF16 : KVType::kF32, {num_pages, page_size, K, H}};
+  KVPool kv{pool.untyped_data(), {num_pages, page_size, K, H, {}}};
+  if (!kv_type(pool, &kv.layout.type)) return invalid("expected a KV pool of float16, float32 or int8");
   const int64_t rope_dims = rope.dimensions()[2];
 
   const float* in = x.typed_data();

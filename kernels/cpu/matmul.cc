@@ -25,7 +25,8 @@ MultiplyTile microkernels(Instructions instructions) {
 }
 
 // Set before main by the best there is, and later by tests and benchmarks only.
-std::atomic<MultiplyTile> chosen{microkernels(runs(Instructions::kAvx512Vnni) ? Instructions::kAvx512Vnni : Instructions::kAvx2)};
+std::atomic<MultiplyTile> chosen{
+    microkernels(runs(Instructions::kAvx512Vnni) ? Instructions::kAvx512Vnni : Instructions::kAvx2)};
 
 // Largest magnitude of 32 floats.
 TWINJET_INLINE float largest(const __m256 (&v)[4]) {
@@ -99,10 +100,17 @@ void Activations::set_row(int64_t row, const float* values) const {
 
 void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, float* out) {
   const TileInputs in = acts.tile(tile);
-  chosen.load(std::memory_order_relaxed)(segment.format, acts.plan.rows(tile), segment.panel(panel), segment.num_groups, in, out);
+  chosen.load(std::memory_order_relaxed)(segment.format, acts.plan.rows(tile), segment.panel(panel),
+                                         segment.num_groups, in, out);
 }
 
 }  // namespace twinjet
+
+extern "C" int64_t twinjet_instructions() {
+  using namespace twinjet;
+  const bool vnni = chosen.load() == microkernels(Instructions::kAvx512Vnni);
+  return static_cast<int64_t>(vnni ? Instructions::kAvx512Vnni : Instructions::kAvx2);
+}
 
 extern "C" int twinjet_use_instructions(int64_t number) {
   using namespace twinjet;

@@ -113,6 +113,9 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
 
 }  // namespace twinjet
 
+// What products use: the best that this processor has (`Instructions`).
+extern "C" __attribute__((visibility("default"))) int64_t twinjet_instructions();
+
 // Makes products use these instructions (`Instructions`) from now on; 0: this processor lacks them. The results are the
 // same bits, so this is for those who compare them, or their speed.
 extern "C" __attribute__((visibility("default"))) int twinjet_use_instructions(int64_t instructions);

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.checkpoints.pull import ProgressCallback, resolve_model
-from twinjet.core.config import KV_ITEM_BYTES, CacheConfig, EngineConfig, KVDtype, SchedulerConfig
+from twinjet.core.config import KV_ITEM_BYTES, CacheConfig, EngineConfig, KVDtype, SchedulerConfig, kv_row_elements
 from twinjet.core.errors import ConfigError
 from twinjet.machine import available_memory, format_bytes, steady_memory, total_memory, usable_cores
 from twinjet.models.config import ModelConfig
@@ -19,6 +19,9 @@ from twinjet.text.tokenizer import Tokenizer
 
 DEFAULT_TOKEN_BUDGET = 512
 PAGE_SIZE = 16
+
+CALIBRATION_S = 1.5
+"""Time for measuring steps at warm-up: several rounds of a small model, one of most kinds of step of a larger one."""
 
 KV_SHARE = 8
 """Without --kv-memory, the pools of all engines take one part in this many of the memory to plan with."""
@@ -130,7 +133,7 @@ def engine_config(
 ) -> EngineConfig:
     """The settings that every engine of this server is started with."""
     num_engines = len(options.roles)
-    dtype: KVDtype = "float32" if options.exact else "float16"
+    dtype = options.kv_dtype or ("float32" if options.exact else "float16")
     context, num_tokens = pool_tokens(model.config, options, dtype, memory_bytes // num_engines)
     return EngineConfig(
         model_path=str(model.path),
@@ -144,11 +147,14 @@ def engine_config(
             max_streams=options.max_streams,
             context=context,
             token_budget=options.token_budget or max(DEFAULT_TOKEN_BUDGET, options.max_streams),
+            policy=options.policy,
+            itl_target_ms=options.itl_target_ms,
         ),
         exact=options.exact,
         threads=options.threads or max(1, physical_cores // num_engines),
         pipeline_depth=options.pipeline_depth,
         cache_dir=str(home / "cache"),
+        calibration_s=CALIBRATION_S if options.paced else 0.0,
         packed_dir=str(packed_folder(home)),
     )
 
@@ -187,7 +193,8 @@ def pool_tokens(config: ModelConfig, options: EngineOptions, dtype: KVDtype, mem
 
 def kv_bytes_per_token(config: ModelConfig, dtype: KVDtype) -> int:
     """Bytes of the keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_ITEM_BYTES[dtype]
+    row = kv_row_elements(config.head_dim, dtype)
+    return 2 * config.num_layers * config.num_kv_heads * row * KV_ITEM_BYTES[dtype]
 
 
 def _count(number: int) -> str:

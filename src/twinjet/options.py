@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
+from twinjet.core.config import KVDtype, PolicyName
 from twinjet.core.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
@@ -21,6 +23,8 @@ class EngineOptions:
     """Compute threads of each engine. None: the physical cores, shared out."""
     kv_memory: int | None = None
     """Bytes of each engine's KV pool. None: a share of the memory."""
+    kv_dtype: KVDtype | None = None
+    """What keys and values are kept in. None: float16, or float32 with `exact`."""
     exact: bool = False
     """Reference ops in float32 on the dequantised weights."""
     token_budget: int | None = None
@@ -29,12 +33,22 @@ class EngineOptions:
     """Plans made ahead."""
     prefix_cache: bool = True
     """Keep the KV of prefixes for later requests that begin alike."""
+    paced: bool = False
+    """Measure steps at warm-up, and keep them as short as running streams need. For servers."""
+    itl_target_ms: float | None = None
+    """Longest step, as predicted, while anybody decodes. None: from what is measured. For `paced` engines."""
+    policy: PolicyName = "balanced"
+    """Whether streams or prompts go first."""
     prefill_engines: int = 0
     """With `decode_engines`: disaggregated, this many engines only prefill."""
     decode_engines: int = 0
     """0 and 0: interleaved, one engine."""
 
     def __post_init__(self) -> None:
+        if self.kv_dtype is not None and self.kv_dtype not in get_args(KVDtype):
+            raise ConfigError(f"--kv-dtype must be one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}")
+        if self.exact and self.kv_dtype not in (None, "float32"):
+            raise ConfigError(f"--exact keeps keys and values in float32; leave out --kv-dtype {self.kv_dtype}")
         if (self.prefill_engines > 0) != (self.decode_engines > 0):
             raise ConfigError(
                 f"disaggregated serving needs engines of both kinds, got --prefill {self.prefill_engines} "

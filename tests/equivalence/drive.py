@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from twinjet.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
 from twinjet.core.types import SamplingParams, TokenLogprobs
 from twinjet.engine.engine import Engine, load_engine
 from twinjet.scheduler.scheduler import Scheduler
@@ -13,11 +13,20 @@ from twinjet.scheduler.sequence import ImportedPages, SequenceSpec
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def build_engine(path: str, *, context: int, num_pages: int, token_budget: int = 512, exact: bool = True) -> Engine:
-    """A warm engine with 16 slots."""
+def build_engine(
+    path: str,
+    *,
+    context: int,
+    num_pages: int,
+    token_budget: int = 512,
+    exact: bool = True,
+    kv_dtype: KVDtype | None = None,
+) -> Engine:
+    """A warm engine with 16 slots; KV in float32 if exact, float16 if not, where nothing else is said."""
+    dtype = kv_dtype or ("float32" if exact else "float16")
     config = EngineConfig(
         model_path=path,
-        cache=CacheConfig(page_size=16, num_pages=num_pages, dtype="float32" if exact else "float16"),
+        cache=CacheConfig(page_size=16, num_pages=num_pages, dtype=dtype),
         scheduler=SchedulerConfig(max_streams=16, context=context, token_budget=token_budget),
         exact=exact,
         threads=2,

@@ -19,20 +19,21 @@ from twinjet.engine.engine import Engine
 CONTEXT, NUM_PAGES, LENGTH = 512, 256, 190
 PAGES = CONTEXT // 16
 MODELS = {
-    "llama-Q4_1": (write_tiny_llama, "Q4_1"),
-    "llama-Q8_0": (write_tiny_llama, "Q8_0"),
-    "gemma3-Q5_1": (write_tiny_gemma3, "Q5_1"),
-    "gemma3-F16": (write_tiny_gemma3, "F16"),
+    "llama-Q4_1": (write_tiny_llama, "Q4_1", "float16"),
+    "llama-Q8_0": (write_tiny_llama, "Q8_0", "float16"),
+    "llama-Q4_0-int8": (write_tiny_llama, "Q4_0", "int8"),
+    "gemma3-Q5_1": (write_tiny_gemma3, "Q5_1", "float16"),
+    "gemma3-F16": (write_tiny_gemma3, "F16", "float32"),
 }
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     kernels()
-    write, quant = MODELS[request.param]
+    write, quant, kv_dtype = MODELS[request.param]
     path: Path = tmp_path_factory.mktemp("bits") / "tiny.gguf"
     write(path, quant=quant)
-    return build_engine(str(path), context=CONTEXT, num_pages=NUM_PAGES, exact=False)
+    return build_engine(str(path), context=CONTEXT, num_pages=NUM_PAGES, exact=False, kv_dtype=kv_dtype)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:

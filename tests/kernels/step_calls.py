@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.ops.ragged import to_int8
 from twinjet.kernels import LIBRARY
 from twinjet.ops.batch import Batch, StepLayout
 from twinjet.ops.params import KVCache
@@ -65,20 +66,33 @@ def pack(layout: StepLayout, batch: Batch) -> np.ndarray:
     return packed
 
 
-def to_pool(kv: KVCache, page_size: int) -> np.ndarray:
-    """[L, P, G/16, K, 2, 16 * H] of keys and values [L, P * G, K, H]."""
-    L, num_rows, K, H = kv.keys.shape
-    blocks = (L, num_rows // page_size, page_size // BLOCK, BLOCK, K, H)
-    keys = np.asarray(kv.keys).reshape(blocks).transpose(0, 1, 2, 4, 5, 3)  # [L, P, G/16, K, H, 16]
-    values = np.asarray(kv.values).reshape(blocks).transpose(0, 1, 2, 4, 3, 5)  # [L, P, G/16, K, 16, H]
-    flat = (*keys.shape[:4], BLOCK * H)
-    return np.stack([keys.reshape(flat), values.reshape(flat)], axis=4)
+def to_pool(kv: KVCache, page_size: int, dtype: str | None = None) -> np.ndarray:
+    """[L, P, G/16, K, 2, 16 * W] of keys and values [L, P * G, K, H]; of their own dtype, or int8."""
+    keys, values = np.asarray(kv.keys), np.asarray(kv.values)
+    if dtype != "int8":
+        return np.stack([_by_block(keys, page_size, True), _by_block(values, page_size, False)], axis=4)
+    halves = []
+    for rows, transposed in ((keys, True), (values, False)):
+        with np.errstate(invalid="ignore"):  # tests put in what is no number
+            integers, scales = to_int8(rows)
+        block = _by_block(integers, page_size, transposed)
+        halves.append(np.concatenate([block, _by_block(scales[..., None], page_size, False).view(np.int8)], axis=-1))
+    return np.stack(halves, axis=4)
+
+
+def _by_block(rows: np.ndarray, page_size: int, transposed: bool) -> np.ndarray:
+    """[L, P, G/16, K, 16 * H] of [L, P * G, K, H], tokens first, or last if `transposed`."""
+    L, num_rows, K, H = rows.shape
+    blocks = rows.reshape(L, num_rows // page_size, page_size // BLOCK, BLOCK, K, H)
+    ordered = blocks.transpose(0, 1, 2, 4, 5, 3) if transposed else blocks.transpose(0, 1, 2, 4, 3, 5)
+    return np.ascontiguousarray(ordered).reshape(*ordered.shape[:4], BLOCK * H)
 
 
 def pool_attributes(pool: np.ndarray | jax.Array) -> dict[str, Any]:
     _, num_pages, blocks, num_kv_heads, _, size = pool.shape
     return {
-        "num_kv_heads": num_kv_heads, "head_dim": size // BLOCK, "num_pages": num_pages, "page_size": blocks * BLOCK,
+        "num_kv_heads": num_kv_heads, "head_dim": size // BLOCK - (4 if pool.dtype == np.int8 else 0),
+        "num_pages": num_pages, "page_size": blocks * BLOCK,
     }  # fmt: skip
 
 

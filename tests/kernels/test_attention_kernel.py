@@ -37,6 +37,10 @@ SHAPES = [
     (128, 5, 24, 2, 128, 128, "float16"),
     (300, 6, 8, 2, 16, 16, "float16"),
     (300, 6, 50, 1, 96, 16, "float32"),
+    (1, 3, 9, 3, 64, 16, "int8"),
+    (64, 8, 9, 3, 64, 32, "int8"),
+    (128, 5, 4, 1, 256, 16, "int8"),
+    (300, 6, 50, 1, 96, 16, "int8"),
 ]
 
 
@@ -49,7 +53,7 @@ def test_every_row_attends_over_its_own_sequence(shape) -> None:
         sequences = _random_sequences(rng, T, B)
         paged = page_in(rng, sequences, layout, PoolShape(L, K, H, page_size, dtype))
         packed = pack(layout, batch_of(layout, sequences, paged.page_table))
-        pool = jnp.asarray(to_pool(paged.cache, page_size))
+        pool = jnp.asarray(to_pool(paged.cache, page_size, dtype))
         q = rng.normal(0, 1.5, (T, N, H)).astype(np.float32)
         for window in WINDOWS:
             out = attend(layout, packed, q, pool, LAYER, 1.3 * H**-0.5, window)
@@ -67,7 +71,7 @@ def test_every_row_attends_over_its_own_sequence(shape) -> None:
             assert not out[row:].any()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_it_agrees_with_the_reference_op(dtype: str) -> None:
     T, B, N, K, H, page_size = 64, 6, 9, 3, 64, 16
     rng = np.random.default_rng(3)
@@ -76,7 +80,8 @@ def test_it_agrees_with_the_reference_op(dtype: str) -> None:
     paged = page_in(rng, sequences, layout, PoolShape(L, K, H, page_size, dtype))
     batch = batch_of(layout, sequences, paged.page_table)
     q = rng.normal(0, 1, (T, N, H)).astype(np.float32)
-    ops, pool, packed = ReferenceOps(page_size), jnp.asarray(to_pool(paged.cache, page_size)), pack(layout, batch)
+    ops, packed = ReferenceOps(page_size), pack(layout, batch)
+    pool = jnp.asarray(to_pool(paged.cache, page_size, dtype))
     for window in (None, 100):
         spec = AttendSpec(N, K, H, H**-0.5, (window,) * L)
         expected = _reference_attend(ops, spec, q, paged.cache, batch)
@@ -106,7 +111,7 @@ def test_a_soft_cap_bends_the_scores() -> None:
         row += rows.num_rows
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_what_no_row_may_see_never_changes_a_bit(dtype: str) -> None:
     """Not even where it is no number: a page keeps what a former sequence left in it."""
     T, B, N, K, H, page_size = 40, 6, 4, 2, 64, 16
@@ -116,8 +121,8 @@ def test_what_no_row_may_see_never_changes_a_bit(dtype: str) -> None:
     paged = page_in(rng, sequences, layout, PoolShape(L, K, H, page_size, dtype))
     packed = pack(layout, batch_of(layout, sequences, paged.page_table))
     q = rng.normal(0, 1, (T, N, H)).astype(np.float32)
-    pool, poisoned = to_pool(paged.cache, page_size), to_pool(_fill_unowned(paged, np.nan), page_size)
-    assert np.isnan(poisoned).any()
+    pool, poisoned = (to_pool(kv, page_size, dtype) for kv in (paged.cache, _fill_unowned(paged, np.nan)))
+    assert np.isnan(poisoned.view(np.float32) if dtype == "int8" else poisoned).any()
     for window in WINDOWS:
         out = attend(layout, packed, q, pool, LAYER, 0.125, window)
         assert np.isfinite(out).all()
@@ -132,6 +137,7 @@ def test_what_no_row_may_see_never_changes_a_bit(dtype: str) -> None:
         (8, 1, 64, "float16"),
         (2, 2, 128, "float32"),
         (50, 1, 16, "float32"),
+        (9, 3, 64, "int8"),
     ],
 )
 def test_a_row_comes_out_the_same_bits_alone_in_chunks_in_company_on_other_pages_and_threads(N, K, H, dtype) -> None:
@@ -143,7 +149,7 @@ def test_a_row_comes_out_the_same_bits_alone_in_chunks_in_company_on_other_pages
     whole = [Rows(slot, 0, stop) for slot, stop in ends.items()]
     first = page_in(rng, whole, layout, shape)
     moved = _move_pages(rng, first, page_size)
-    pools = [(jnp.asarray(to_pool(p.cache, page_size)), p.page_table) for p in (first, moved)]
+    pools = [(jnp.asarray(to_pool(p.cache, page_size, dtype)), p.page_table) for p in (first, moved)]
     queries = {slot: rng.normal(0, 2, (stop, N, H)).astype(np.float32) for slot, stop in ends.items()}
     scale = H**-0.5
 
@@ -248,10 +254,46 @@ def test_what_is_no_number_is_not_let_into_the_pool() -> None:
         assert (after != 0).sum() == 32
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_int8_rows_are_rounded_to_their_largest_and_stay_finite() -> None:
+    T, B, K, H, page_size = 40, 4, 3, 64, 16
+    rng = np.random.default_rng(13)
+    layout = StepLayout(T, B, table_width(CONTEXT, page_size))
+    sequences = [Rows(3, 300, 1), Rows(0, 60, 30), Rows(1, 15, 2)]
+    paged = page_in(rng, sequences, layout, PoolShape(L, K, H, page_size, "int8"))
+    pool = to_pool(paged.cache, page_size, "int8")
+    keys, values = (rng.normal(0, 1, (T, K, H)).astype(np.float32) for _ in range(2))
+    keys[0, 0] = 0.0
+    keys[1, 0, 0], keys[2, 1, 5], values[3, 2, 7] = np.inf, -np.inf, np.nan
+    packed = pack(layout, batch_of(layout, sequences, paged.page_table))
+    (after,) = call(
+        "twinjet_append_kv", [jax.ShapeDtypeStruct(pool.shape, pool.dtype)], [keys, values, pool, packed], {2: 0},
+        **step_attributes(layout), **pool_attributes(pool), layer=LAYER,
+    )  # fmt: skip
+    expected = [np.array(paged.cache.keys), np.array(paged.cache.values)]
+    row = 0
+    for rows in sequences:
+        for position in range(rows.start, rows.stop):
+            at = paged.page_table[rows.slot, position // page_size] * page_size + position % page_size
+            expected[0][LAYER, at], expected[1][LAYER, at] = keys[row], values[row]
+            row += 1
+    largest = float(np.finfo(np.float32).max)
+    finite = [np.nan_to_num(part, nan=largest, posinf=largest, neginf=-largest) for part in expected]
+    cache = KVCache(jnp.asarray(finite[0]), jnp.asarray(finite[1]))
+    np.testing.assert_array_equal(after, to_pool(cache, page_size, "int8"))
+
+    pool_rows = rng.permutation(finite[0].shape[1])[:45].astype(np.int32)
+    kv = _gather(after, pool_rows)
+    integers, scales = kv[..., :H], np.ascontiguousarray(kv[..., H:]).view(np.float32)
+    assert np.isfinite(scales).all()
+    stored = np.stack([part[:, pool_rows] for part in finite], axis=1)
+    error = np.abs(integers * scales.astype(np.float64) - stored)
+    assert (error <= 0.5001 * scales + 1e-30).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_scatter_undoes_gather(dtype: str) -> None:
     rng = np.random.default_rng(12)
-    pool = rng.normal(0, 1, (2, 9, 2, 3, 2, 16 * 64)).astype(dtype)
+    pool = rng.normal(0, 20, (2, 9, 2, 3, 2, 16 * (68 if dtype == "int8" else 64))).astype(dtype)
     num_rows = 9 * 32
     rows = np.concatenate([rng.permutation(num_rows), [num_rows, -5, 1 << 30]]).astype(np.int32)
     kv = _gather(pool, rows)

@@ -15,6 +15,7 @@ from tests.kernels.products import (
     random_tensor,
 )
 from twinjet.core.errors import CheckpointError
+from twinjet.ops.cpu_library import INSTRUCTIONS
 from twinjet.ops.cpu_weights import MatrixPlace
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
@@ -123,3 +124,25 @@ def test_places_outside_the_weights_are_refused() -> None:
     beyond = MatrixPlace(64, ((number, columns, offset + (1 << 20)),))
     with pytest.raises(Exception, match="outside the weights"):
         product(np.ones((1, 64), np.float32), blob, beyond)
+
+
+@pytest.mark.parametrize("quant", [quant for quant in QUANTS if quant not in FLOATS])
+def test_every_instruction_set_gives_the_same_bits(quant: str) -> None:
+    library = kernels()
+    best = library.instructions
+    if best == INSTRUCTIONS[0]:
+        pytest.skip(f"this processor has none but {best}")
+    rng = np.random.default_rng(8)
+    try:
+        for columns, inputs in [*sizes(quant), (80, 1024)]:
+            packed = pack_tensors([random_tensor(rng, quant, columns, inputs)])
+            for rows in (1, 2, 3, 4, 5, 6, 13):
+                x = rng.normal(0, 1, (rows, inputs)).astype(np.float32)
+                x[0, :32] = 127.0 * rng.choice([-1, 1], 32)  # the largest sums
+                results = []
+                for name in INSTRUCTIONS:
+                    assert library.use_instructions(name)
+                    results.append(product(x, *packed).view(np.int32))
+                np.testing.assert_array_equal(*results)
+    finally:
+        library.use_instructions(best)

@@ -35,6 +35,7 @@ class PoolShape:
     head_dim: int
     page_size: int
     dtype: str
+    """int8: the pool is float32 and holds what int8 rows with a scale can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def page_in(rng: np.random.Generator, sequences: Sequence[Rows], layout: StepLay
     free = list(rng.permutation(num_pages))
     page_table = rng.integers(0, num_pages, (layout.num_slots, layout.table_width)).astype(np.int32)
     size = (shape.num_layers, num_pages * G, shape.num_kv_heads, shape.head_dim)
-    pool = [garbage(rng, size, shape.dtype), garbage(rng, size, shape.dtype)]
+    dtype = "float32" if shape.dtype == "int8" else shape.dtype
+    pool = [garbage(rng, size, dtype), garbage(rng, size, dtype)]
     owned = np.zeros(num_pages * G, bool)
     known: list[dict[int, np.ndarray]] = [{}, {}]
     for rows in sequences:
@@ -73,10 +75,21 @@ def page_in(rng: np.random.Generator, sequences: Sequence[Rows], layout: StepLay
         where = page_table[rows.slot, position // G] * G + position % G
         owned[where] = True
         for part in (0, 1):
-            drawn = rng.normal(0, 1, (shape.num_layers, rows.stop, *size[2:])).astype(shape.dtype)
+            drawn = rng.normal(0, 1, (shape.num_layers, rows.stop, *size[2:])).astype(dtype)
+            if shape.dtype == "int8":
+                integers, scales = to_int8(drawn)
+                drawn = integers * scales[..., None]
             pool[part][:, where] = drawn
             known[part][rows.slot] = drawn.astype(np.float32)
     return Paged(known[0], known[1], KVCache(jnp.asarray(pool[0]), jnp.asarray(pool[1])), page_table, owned)
+
+
+def to_int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integers [..., H] and float32 scales [...]: the largest of a row becomes 127."""
+    peak = np.abs(rows).max(axis=-1)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak >= 1e-30)
+    integers = np.rint(rows * inverse[..., None]).astype(np.int8)
+    return integers, np.where(peak >= 1e-30, peak / np.float32(127), 0).astype(np.float32)
 
 
 def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from twinjet.cli.options import Exact, KVMemory, Model, Threads, TokenBudget, engine_options
+from twinjet.cli.options import Exact, KVMemory, KVType, Model, Threads, TokenBudget, engine_options
 from twinjet.cli.results import STDOUT, JsonTarget, check_target, write_json
 from twinjet.core.errors import ConfigError
 from twinjet.options import DEFAULT_MODEL, default_home
@@ -50,6 +50,7 @@ def bench(
     ] = 20.0,
     threads: Threads = None,
     kv_memory: KVMemory = None,
+    kv_dtype: KVType = None,
     exact: Exact = False,
     token_budget: TokenBudget = None,
     json_target: JsonTarget = None,
@@ -92,6 +93,7 @@ def bench(
         max_streams=max(streams),
         threads=threads,
         kv_memory=kv_memory,
+        kv_dtype=kv_dtype,
         exact=exact,
         token_budget=token_budget,
     )

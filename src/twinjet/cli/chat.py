@@ -13,6 +13,7 @@ from twinjet.cli.options import (
     Context,
     Exact,
     KVMemory,
+    KVType,
     MaxTokens,
     MinP,
     Model,
@@ -51,6 +52,7 @@ def chat(
     context: Context = None,
     threads: Threads = None,
     kv_memory: KVMemory = None,
+    kv_dtype: KVType = None,
     exact: Exact = False,
     token_budget: TokenBudget = None,
 ) -> None:
@@ -63,6 +65,7 @@ def chat(
         max_streams=1,
         threads=threads,
         kv_memory=kv_memory,
+        kv_dtype=kv_dtype,
         exact=exact,
         token_budget=token_budget,
     )

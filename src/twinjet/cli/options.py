@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from twinjet.core.config import KVDtype, PolicyName
 from twinjet.machine import parse_bytes
 from twinjet.options import EngineOptions
 
@@ -40,6 +41,29 @@ PrefixCache = Annotated[
         "--prefix-cache/--no-prefix-cache", help="Keep the KV of prompts and answers for requests that begin alike."
     ),
 ]
+ITLTarget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MS",
+        help="Longest step, as predicted, while anybody decodes: lower for smoother streams, higher for faster "
+        "prompts.  [default: room for a chunk of good throughput beside all streams]",
+    ),
+]
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        help="balanced: prompts in chunks beside the streams; prefill-first: streams wait for prompts; decode-first: "
+        "prompts wait for streams."
+    ),
+]
+KVType = Annotated[
+    KVDtype | None,
+    typer.Option(
+        "--kv-dtype",
+        help="What keys and values are kept in; int8 takes about half of float16.  "
+        "[default: float16; float32 with --exact]",
+    ),
+]
 PrefillEngines = Annotated[
     int, typer.Option("--prefill", metavar="N", help="Disaggregated: engines that only prefill; with --decode.")
 ]
@@ -61,10 +85,14 @@ def engine_options(
     max_streams: int,
     threads: int | None,
     kv_memory: str | None,
+    kv_dtype: KVDtype | None,
     exact: bool,
     token_budget: int | None,
     pipeline_depth: int = 2,
     prefix_cache: bool = True,
+    paced: bool = False,
+    itl_target: float | None = None,
+    policy: PolicyName = "balanced",
     prefill: int = 0,
     decode: int = 0,
 ) -> EngineOptions:
@@ -74,10 +102,14 @@ def engine_options(
         max_streams=max_streams,
         threads=threads,
         kv_memory=parse_bytes(kv_memory) if kv_memory is not None else None,
+        kv_dtype=kv_dtype,
         exact=exact,
         token_budget=token_budget,
         pipeline_depth=pipeline_depth,
         prefix_cache=prefix_cache,
+        paced=paced,
+        itl_target_ms=itl_target,
+        policy=policy,
         prefill_engines=prefill,
         decode_engines=decode,
     )

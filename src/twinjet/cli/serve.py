@@ -19,10 +19,13 @@ from twinjet.cli.options import (
     Context,
     DecodeEngines,
     Exact,
+    ITLTarget,
     KVMemory,
+    KVType,
     MaxStreams,
     Model,
     PipelineDepth,
+    Policy,
     PrefillEngines,
     PrefixCache,
     Threads,
@@ -43,10 +46,13 @@ def serve(
     max_streams: MaxStreams = 32,
     threads: Threads = None,
     kv_memory: KVMemory = None,
+    kv_dtype: KVType = None,
     exact: Exact = False,
     token_budget: TokenBudget = None,
     pipeline_depth: PipelineDepth = 2,
     prefix_cache: PrefixCache = True,
+    itl_target: ITLTarget = None,
+    policy: Policy = "balanced",
     prefill: PrefillEngines = 0,
     decode: DecodeEngines = 0,
     drain_timeout: Annotated[
@@ -67,10 +73,14 @@ def serve(
         max_streams=max_streams,
         threads=threads,
         kv_memory=kv_memory,
+        kv_dtype=kv_dtype,
         exact=exact,
         token_budget=token_budget,
         pipeline_depth=pipeline_depth,
         prefix_cache=prefix_cache,
+        paced=True,
+        itl_target=itl_target,
+        policy=policy,
         prefill=prefill,
         decode=decode,
     )
@@ -88,6 +98,7 @@ def serve(
 
 async def _serve(assembly: "Assembly", listener: socket.socket, drain_timeout_s: float) -> None:
     from twinjet.cli.progress import ProgressReport
+    from twinjet.cli.tables import forecast_facts, print_facts
     from twinjet.server.app import ServedModel, create_app, run_server
 
     model, orchestrator = assembly.model, assembly.orchestrator
@@ -110,6 +121,8 @@ async def _serve(assembly: "Assembly", listener: socket.socket, drain_timeout_s:
         # What start-up left behind is never garbage; collections need not look at it again.
         gc.collect()
         gc.freeze()
+        if assembly.orchestrator.info.forecast is not None:
+            print_facts(forecast_facts(assembly.orchestrator.info.forecast), indent="  ", err=True)
         _announce(assembly, listener, time.monotonic() - began_s)
         await asyncio.wait({serving})
     finally:

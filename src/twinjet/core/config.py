@@ -1,14 +1,21 @@
 """Settings of an engine process, already resolved: nothing here is "auto"."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from twinjet.core.errors import ConfigError
 
-KVDtype = Literal["float32", "float16"]
+KVDtype = Literal["float32", "float16", "int8"]
 
-KV_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2}
+PolicyName = Literal["balanced", "prefill-first", "decode-first"]
+
+KV_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "int8": 1}
 """Bytes of one number in the KV pool, by `KVDtype`."""
+
+
+def kv_row_elements(head_dim: int, dtype: str) -> int:
+    """Elements of one token's key, or value, of one head: int8 ones end with a float32 scale, as its four bytes."""
+    return head_dim + 4 if dtype == "int8" else head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,10 @@ class SchedulerConfig:
     """Most tokens of one sequence, prompt and generated together."""
     token_budget: int
     """Most rows in one step."""
+    policy: PolicyName = "balanced"
+    """What a step is for while some sequences decode and others have prompts to compute."""
+    itl_target_ms: float | None = None
+    """Longest step while anybody decodes, as predicted; None: chosen by the cost model that is measured at warm-up."""
 
     def __post_init__(self) -> None:
         for name in ("max_streams", "context", "token_budget"):
@@ -50,6 +61,10 @@ class SchedulerConfig:
                 f"the token budget ({self.token_budget} rows) must hold a row for each of the "
                 f"{self.max_streams} streams; raise --token-budget or lower --max-streams"
             )
+        if self.policy not in get_args(PolicyName):
+            raise ConfigError(f"--policy must be one of {', '.join(get_args(PolicyName))}, got {self.policy}")
+        if self.itl_target_ms is not None and not self.itl_target_ms > 0:
+            raise ConfigError(f"--itl-target must be over 0 ms, got {self.itl_target_ms}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,8 @@ class EngineConfig:
     """Plans made ahead: the one running and those queued behind it."""
     cache_dir: str | None = None
     """Where compiled programs are kept between starts; None: nowhere."""
+    calibration_s: float = 0.0
+    """Seconds for measuring steps at warm-up; 0: none are measured, and only the token budget limits a step."""
     packed_dir: str | None = None
     """Where packed weights are kept between starts, for all engines to map; None: each packs into its own memory."""
 

@@ -3,6 +3,7 @@
 import sys
 
 from twinjet.core.config import EngineConfig
+from twinjet.core.errors import ConfigError
 from twinjet.kernels import KernelsUnavailable
 from twinjet.models.config import ModelConfig
 from twinjet.ops.cpu import KV_TOKENS, CpuOps
@@ -16,6 +17,8 @@ def choose_ops(config: EngineConfig, model: ModelConfig, store: BlobStore | None
     """The CPU kernels, if they run here and fit the model; else the reference ops, and a warning on stderr.
 
     `store` is where the kernels keep packed weights.
+
+    Raises: ConfigError, where the KV pool is of a type that only the kernels know.
     """
     page_size = config.cache.page_size
     if config.exact:
@@ -28,6 +31,8 @@ def choose_ops(config: EngineConfig, model: ModelConfig, store: BlobStore | None
             )
         library = load_library()
     except KernelsUnavailable as reason:
+        if config.cache.dtype == "int8":
+            raise ConfigError(f"--kv-dtype int8 needs the CPU kernels, and they cannot be used: {reason}") from reason
         warn(f"running on the reference ops, many times slower than the CPU kernels: {reason}")
         return ReferenceOps(page_size)
     library.set_threads(config.threads)

@@ -14,7 +14,7 @@ from jax.stages import Compiled
 
 from twinjet.checkpoints.gguf import read_checkpoint
 from twinjet.checkpoints.packed import PackedWeights
-from twinjet.core.config import EngineConfig
+from twinjet.core.config import EngineConfig, kv_row_elements
 from twinjet.core.errors import CheckpointError, ConfigError
 from twinjet.core.plan import Plan, StepOutput
 from twinjet.engine.backend import choose_ops, warn
@@ -69,6 +69,7 @@ class Engine:
         self._ops = ops
         self._params = params
         self._page_size = cache.page_size
+        self._kv_dtype = cache.dtype
         self._cache = ops.create_cache(pool_shape(model, cache))
         self._last_token = jnp.zeros(limits.max_streams, jnp.int32)
         self._buckets = choose_buckets(limits.token_budget)
@@ -92,7 +93,8 @@ class Engine:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        return self._model.num_layers, self._model.num_kv_heads, self._model.head_dim
+        row = kv_row_elements(self._model.head_dim, self._kv_dtype)
+        return self._model.num_layers, self._model.num_kv_heads, row
 
     @property
     def compiles_total(self) -> int:

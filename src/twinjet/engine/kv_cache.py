@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from twinjet.core.config import CacheConfig
+from twinjet.core.errors import TransferFailed
 from twinjet.models.config import ModelConfig
 from twinjet.ops.ops import Ops
 from twinjet.ops.params import PoolShape
@@ -59,11 +60,17 @@ def export_range(ops: Ops, cache: Any, page_ids: tuple[int, ...], start: int, st
 
 
 def import_range(ops: Ops, cache: Any, page_ids: tuple[int, ...], start: int, kv: np.ndarray, page_size: int) -> Any:
-    """The pool, which is consumed, with `kv` [L, 2, tokens, K, H] at positions from `start`."""
+    """The pool, which is consumed, with `kv` [L, 2, tokens, K, H] at positions from `start`.
+
+    Raises: TransferFailed, where one is int8 and the other is not.
+    """
     num_tokens = kv.shape[2]
+    dtype = jax.tree.leaves(cache)[0].dtype
+    if "int8" in (kv.dtype.name, dtype.name) and kv.dtype != dtype:
+        raise TransferFailed(f"KV pages of {kv.dtype} cannot go into a pool of {dtype}: int8 has scales of its own")
     # One scatter program, whatever comes. Too large a number becomes infinite here, and the largest there.
     with np.errstate(over="ignore"):
-        kv = kv.astype(jax.tree.leaves(cache)[0].dtype, copy=False)
+        kv = kv.astype(dtype, copy=False)
     for move, rows in enumerate(pool_rows(page_ids, start, start + num_tokens, page_size)):
         part = kv[:, :, move * MOVE_TOKENS : (move + 1) * MOVE_TOKENS]
         padding = MOVE_TOKENS - part.shape[2]

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from twinjet.core.config import kv_row_elements
 from twinjet.core.rope import RopeConfig
 from twinjet.core.types import MAX_LOGPROBS
 from twinjet.ops.batch import StepLayout
-from twinjet.ops.cpu_library import INSTRUCTION_SET, CpuLibrary
+from twinjet.ops.cpu_library import CpuLibrary
 from twinjet.ops.cpu_pack import BlobStore, load_packed
 from twinjet.ops.cpu_weights import CpuLayer, CpuParams
 from twinjet.ops.ops import Block
@@ -55,24 +56,28 @@ class CpuOps:
     page_size: int
     store: BlobStore | None = None
     """Keeps packed weights between starts; None: they are packed at every one."""
-    name: str = f"cpu kernels ({INSTRUCTION_SET})"
+
+    @property
+    def name(self) -> str:
+        return f"cpu kernels ({self.library.instructions})"
 
     def pack(self, raw: RawModel, on_progress: Callable[[str, int, int], None]) -> CpuParams:
         return load_packed(self.library, raw, self.store, on_progress)
 
-    def create_cache(self, shape: PoolShape) -> Float[Array, "L P g K 2 16*H"]:
-        units = shape.page_size // KV_TOKENS
+    def create_cache(self, shape: PoolShape) -> Shaped[Array, "L P g K 2 16*W"]:
+        units, row = shape.page_size // KV_TOKENS, kv_row_elements(shape.head_dim, shape.dtype)
         return jnp.zeros(
-            (shape.num_layers, shape.num_pages, units, shape.num_kv_heads, 2, KV_TOKENS * shape.head_dim), shape.dtype
+            (shape.num_layers, shape.num_pages, units, shape.num_kv_heads, 2, KV_TOKENS * row), shape.dtype
         )
 
-    def gather(self, cache: Array, rows: Int[Array, " M"]) -> Float[Array, "L 2 M K H"]:
+    def gather(self, cache: Array, rows: Int[Array, " M"]) -> Shaped[Array, "L 2 M K W"]:
         L, _, _, K, _, unit = cache.shape
         result = jax.ShapeDtypeStruct((L, 2, rows.shape[0], K, unit // KV_TOKENS), cache.dtype)
         return _call("twinjet_gather_kv", result, cache, rows, **self._pool_sizes(cache))
 
-    def scatter(self, cache: Array, rows: Int[Array, " M"], kv: Float[Array, "L 2 M K H"]) -> Array:
-        kv = as_stored(kv, cache.dtype)
+    def scatter(self, cache: Array, rows: Int[Array, " M"], kv: Shaped[Array, "L 2 M K W"]) -> Array:
+        if cache.dtype != jnp.int8:
+            kv = as_stored(kv, cache.dtype)
         result = jax.typeof(cache)
         return _call("twinjet_scatter_kv", result, cache, rows, kv, aliases={0: 0}, **self._pool_sizes(cache))
 
@@ -220,11 +225,12 @@ class CpuOps:
 
     def _pool_sizes(self, cache: Array) -> dict[str, Any]:
         _, pages, units, heads, _, unit = cache.shape
+        scale = kv_row_elements(0, cache.dtype.name)
         return {
             "num_pages": np.int64(pages),
             "page_size": np.int64(units * KV_TOKENS),
             "num_kv_heads": np.int64(heads),
-            "head_dim": np.int64(unit // KV_TOKENS),
+            "head_dim": np.int64(unit // KV_TOKENS - scale),
         }
 
 

@@ -9,8 +9,11 @@ import numpy as np
 
 from twinjet.kernels import LIBRARY, open_library
 
-INSTRUCTION_SET = "avx2"
-"""For which weights are packed; kernels for newer ones read the same order."""
+PACKED_FOR = "avx2"
+"""Instruction set whose order of weights is packed; the kernels for the other one read the same."""
+
+INSTRUCTIONS = ("AVX2", "AVX-512 VNNI")
+"""What products may use, by number (`Instructions` of kernels/cpu/microkernels.h)."""
 
 HANDLERS = (
     "twinjet_attend",
@@ -38,6 +41,23 @@ class CpuLibrary:
             [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
         )
         self._pack.restype = ctypes.c_int
+        self._instructions = library.twinjet_instructions
+        self._instructions.restype = ctypes.c_int64
+        self._use_instructions = library.twinjet_use_instructions
+        self._use_instructions.argtypes = [ctypes.c_int64]
+        self._use_instructions.restype = ctypes.c_int
+
+    @property
+    def instructions(self) -> str:
+        """What products use: the best that this processor has, if nobody chose."""
+        return INSTRUCTIONS[self._instructions()]
+
+    def use_instructions(self, name: str) -> bool:
+        """Make products use one of `INSTRUCTIONS`, in this whole process; False: this processor lacks it.
+
+        The results are the same bits: this is for comparing them, or their speed.
+        """
+        return self._use_instructions(INSTRUCTIONS.index(name)) == 1
 
     def set_threads(self, num_threads: int) -> None:
         """Kernel threads from now on; the thread that calls a kernel is one of them."""

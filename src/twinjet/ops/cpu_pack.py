@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from twinjet.core.errors import CheckpointError
-from twinjet.ops.cpu_library import INSTRUCTION_SET, CpuLibrary
+from twinjet.ops.cpu_library import PACKED_FOR, CpuLibrary
 from twinjet.ops.cpu_weights import (
     ALIGNMENT,
     FORMATS,
@@ -86,7 +86,7 @@ def load_packed(
     if store is not None:
         places, parts, size = place_model(raw)
         blob = store.fetch(
-            INSTRUCTION_SET,
+            PACKED_FOR,
             LAYOUT_VERSION,
             json.dumps(dataclasses.asdict(places), separators=(",", ":")),
             size,
