@@ -47,8 +47,13 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 struct Context {
   std::mutex mutex;
+  int64_t started_ns = 0, ended_ns = 0, busy_ns = 0;
   std::unique_ptr<ThreadPool> pool;
   Scratch scratch;
 };
@@ -175,12 +180,18 @@ void Scratch::reset() {
   used_ = 0;
 }
 
-KernelScope::KernelScope() : lock_(context().mutex), pool_(nullptr), scratch_(&context().scratch) {
+KernelScope::KernelScope()
+    : lock_(context().mutex), started_ns_(now_ns()), pool_(nullptr), scratch_(&context().scratch) {
+  if (context().started_ns == 0) context().started_ns = started_ns_;
   if (context().pool == nullptr) context().pool = std::make_unique<ThreadPool>(1);
   pool_ = context().pool.get();
 }
 
-KernelScope::~KernelScope() { scratch_->reset(); }
+KernelScope::~KernelScope() {
+  scratch_->reset();
+  context().ended_ns = now_ns();
+  context().busy_ns += context().ended_ns - started_ns_;
+}
 
 }  // namespace twinjet
 
@@ -190,4 +201,13 @@ extern "C" void twinjet_init(int num_threads) {
   if (context.pool == nullptr || context.pool->num_threads() != num_threads) {
     context.pool = std::make_unique<twinjet::ThreadPool>(num_threads);
   }
+}
+
+extern "C" void twinjet_read_clock(int64_t* started_ended_busy) {
+  twinjet::Context& context = twinjet::context();
+  std::lock_guard<std::mutex> lock(context.mutex);
+  started_ended_busy[0] = context.started_ns;
+  started_ended_busy[1] = context.ended_ns;
+  started_ended_busy[2] = context.busy_ns;
+  context.started_ns = context.ended_ns = context.busy_ns = 0;
 }

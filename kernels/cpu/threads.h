@@ -119,6 +119,7 @@ class KernelScope {
 
  private:
   std::unique_lock<std::mutex> lock_;
+  int64_t started_ns_;
   FlushDenormals flush_;
   ThreadPool* pool_;
   Scratch* scratch_;
@@ -129,3 +130,7 @@ class KernelScope {
 // Sets the number of kernel threads (the caller of a kernel counts as one); to be called before the first kernel.
 // Calling it again replaces the threads.
 extern "C" __attribute__((visibility("default"))) void twinjet_init(int num_threads);
+
+// Since it was last asked: when the first kernel began and the last one ended (steady clock), and for how long kernels
+// ran, in nanoseconds. No kernel: all zero.
+extern "C" __attribute__((visibility("default"))) void twinjet_read_clock(int64_t* started_ended_busy);

@@ -1,5 +1,7 @@
 """Rows of a step: chunks, company, page grants and slots, against a forward pass without any of them."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -180,6 +182,25 @@ def test_a_plan_without_rows_changes_nothing(engine: Engine, naive: NaiveModel, 
     assert (output.step_id, output.token_ids.shape, output.num_padding_rows, output.exports) == (3, (0,), 0, ())
     decode(engine, [one], 12)
     assert one.tokens == naive.greedy(token_ids, 13)
+
+
+def test_a_step_tells_when_the_device_began_and_ended_and_how_long_its_kernels_ran(
+    engine: Engine, backend: str, rng: np.random.Generator
+) -> None:
+    (one,) = sequences(rng, 64)
+    before_s = time.monotonic()
+    output = prefill(engine, one, prompt(rng, 31), [31])
+    between_s = time.monotonic()
+    assert before_s <= output.started_s < output.ended_s <= between_s
+    if backend == "reference":
+        assert output.kernel_s is None
+        return
+    # Kernels run one after another, all of them between the two.
+    assert output.kernel_s is not None
+    assert 0 < output.kernel_s <= output.ended_s - output.started_s + 1e-9
+    later = engine.step(Plan(step_id=7))
+    assert later.kernel_s is None
+    assert later.started_s >= between_s
 
 
 def test_padding_writes_nowhere(engine: Engine, rng: np.random.Generator) -> None:

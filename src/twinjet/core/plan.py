@@ -110,5 +110,7 @@ class StepOutput:
     """Monotonic clock when the device began the step."""
     ended_s: float = 0.0
     """Monotonic clock when the device finished it."""
+    kernel_s: float | None = None
+    """Time in kernels between the two; None: the device does not tell, and the two are the host's."""
     num_padding_rows: int = 0
     """Rows the bucket added."""

@@ -34,7 +34,7 @@ from twinjet.models.config import ModelConfig
 from twinjet.models.registry import forward_of, load_params
 from twinjet.ops.attention import PIECE_TOKENS
 from twinjet.ops.batch import StepLayout
-from twinjet.ops.ops import Ops
+from twinjet.ops.ops import Ops, StepClock
 
 
 def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> "Engine":
@@ -120,6 +120,7 @@ class Engine:
 
     def step(self, plan: Plan) -> StepOutput:
         """Run one plan to its end. A step that raises leaves the engine unusable: its state was donated."""
+        self._ops.read_clock()
         started_s = time.monotonic()
         self._packer.grant(plan.grants)
         for move in plan.imports:
@@ -134,7 +135,9 @@ class Engine:
             export_range(self._ops, self._cache, move.page_ids, move.start, move.stop, self._page_size)
             for move in plan.exports
         )
-        return _output(plan, result, exports, started_s, time.monotonic(), padding)
+        ended_s = time.monotonic()
+        clock = self._ops.read_clock() or StepClock(started_s, ended_s, None)
+        return _output(plan, result, exports, clock, padding)
 
     def _compile(self, rows: int) -> Compiled:
         layout = self._layouts[rows]
@@ -174,8 +177,7 @@ def _output(
     plan: Plan,
     result: np.ndarray | None,
     exports: tuple[np.ndarray, ...],
-    started_s: float,
-    ended_s: float,
+    clock: StepClock,
     num_padding_rows: int,
 ) -> StepOutput:
     sampling = [work for work in plan.work if work.samples]
@@ -184,8 +186,9 @@ def _output(
             plan.step_id,
             np.empty(0, np.int32),
             exports=exports,
-            started_s=started_s,
-            ended_s=ended_s,
+            started_s=clock.started_s,
+            ended_s=clock.ended_s,
+            kernel_s=clock.busy_s,
             num_padding_rows=num_padding_rows,
         )
     result = result[: len(sampling)]
@@ -198,7 +201,8 @@ def _output(
         top_ids=result[:, 2 : 2 + n] if asked else None,
         top_logprobs=np.ascontiguousarray(result[:, 2 + n :]).view(np.float32) if asked else None,
         exports=exports,
-        started_s=started_s,
-        ended_s=ended_s,
+        started_s=clock.started_s,
+        ended_s=clock.ended_s,
+        kernel_s=clock.busy_s,
         num_padding_rows=num_padding_rows,
     )

@@ -20,7 +20,7 @@ from twinjet.ops.batch import StepLayout
 from twinjet.ops.cpu_library import CpuLibrary
 from twinjet.ops.cpu_pack import BlobStore, load_packed
 from twinjet.ops.cpu_weights import CpuLayer, CpuParams
-from twinjet.ops.ops import Block
+from twinjet.ops.ops import Block, StepClock
 from twinjet.ops.params import PoolShape, RawModel, as_stored
 from twinjet.ops.reference import rope_frequencies
 from twinjet.ops.specs import AttendSpec, EmbedSpec, HeadSpec, MLPSpec, ProjectSpec, QKVSpec
@@ -63,6 +63,9 @@ class CpuOps:
 
     def pack(self, raw: RawModel, on_progress: Callable[[str, int, int], None]) -> CpuParams:
         return load_packed(self.library, raw, self.store, on_progress)
+
+    def read_clock(self) -> StepClock | None:
+        return self.library.read_clock()
 
     def create_cache(self, shape: PoolShape) -> Shaped[Array, "L P g K 2 16*W"]:
         units, row = shape.page_size // KV_TOKENS, kv_row_elements(shape.head_dim, shape.dtype)

@@ -8,6 +8,7 @@ import jax.ffi
 import numpy as np
 
 from twinjet.kernels import LIBRARY, open_library
+from twinjet.ops.ops import StepClock
 
 PACKED_FOR = "avx2"
 """Instruction set whose order of weights is packed; the kernels for the other one read the same."""
@@ -41,6 +42,9 @@ class CpuLibrary:
             [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
         )
         self._pack.restype = ctypes.c_int
+        self._read_clock = library.twinjet_read_clock
+        self._read_clock.argtypes = [ctypes.POINTER(ctypes.c_int64)]
+        self._read_clock.restype = None
         self._instructions = library.twinjet_instructions
         self._instructions.restype = ctypes.c_int64
         self._use_instructions = library.twinjet_use_instructions
@@ -58,6 +62,13 @@ class CpuLibrary:
         The results are the same bits: this is for comparing them, or their speed.
         """
         return self._use_instructions(INSTRUCTIONS.index(name)) == 1
+
+    def read_clock(self) -> StepClock | None:
+        """What kernels did since this was last called; None: nothing."""
+        clock = (ctypes.c_int64 * 3)()
+        self._read_clock(clock)
+        started, ended, busy = clock
+        return StepClock(started / 1e9, ended / 1e9, busy / 1e9) if started else None
 
     def set_threads(self, num_threads: int) -> None:
         """Kernel threads from now on; the thread that calls a kernel is one of them."""

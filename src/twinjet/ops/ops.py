@@ -6,6 +6,7 @@ Weights, KV pool and batch are of the backend's own types, which only pass throu
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
@@ -16,6 +17,16 @@ from twinjet.ops.specs import AttendSpec, EmbedSpec, HeadSpec, MLPSpec, ProjectS
 
 Block = Callable[[Any, Any, Any], tuple[Any, Any]]
 """One transformer layer: (layer, x, cache) -> (x, cache)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepClock:
+    """A device's own clock, read inside its first and its last kernel, in seconds of the host's monotonic clock."""
+
+    started_s: float
+    ended_s: float
+    busy_s: float | None
+    """In kernels, between the two; None: not known."""
 
 
 class Ops(Protocol):
@@ -29,6 +40,10 @@ class Ops(Protocol):
 
         `on_progress(stage, done, total)` counts layers and the two matrices in the stage "load", bytes in others.
         """
+        ...
+
+    def read_clock(self) -> StepClock | None:
+        """The device's clock since this was last asked, when all that was asked of it is done; None: it has none."""
         ...
 
     def create_cache(self, shape: PoolShape) -> Any:

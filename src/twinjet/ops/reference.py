@@ -53,6 +53,9 @@ class ReferenceOps:
         on_progress("load", total, total)
         return Params(embedding, layers, self.pack_matrix(raw.final_norm), head)
 
+    def read_clock(self) -> None:
+        """XLA's own programs read no clock."""
+
     def create_cache(self, shape: PoolShape) -> KVCache:
         rows = (shape.num_layers, shape.num_pages * shape.page_size, shape.num_kv_heads, shape.head_dim)
         return KVCache(jnp.zeros(rows, shape.dtype), jnp.zeros(rows, shape.dtype))
