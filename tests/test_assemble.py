@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     return open_model(str(write_tiny_llama(folder / "tiny.gguf", context=512)), folder)
 
 
-def resolve(model: OpenedModel, memory: int = MEMORY, cores: int = 4, **options: object) -> EngineConfig:
+def resolve(model: OpenedModel, memory: int = MEMORY, cores: int = 4, **options: Any) -> EngineConfig:
     chosen = replace(EngineOptions(), **options)  # pyright: ignore[reportArgumentType]
     return engine_config(model, chosen, Path("/home"), memory_bytes=memory, physical_cores=cores)
 
@@ -101,7 +102,7 @@ def test_only_paced_engines_measure_their_steps(model: OpenedModel):
 
 
 @pytest.mark.parametrize(("limit", "match"), [({"itl_target_ms": 0.0}, "over 0 ms"), ({"policy": "x"}, "one of bal")])
-def test_limits_that_cannot_work_are_refused(model: OpenedModel, limit: dict[str, object], match: str):
+def test_limits_that_cannot_work_are_refused(model: OpenedModel, limit: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
         resolve(model, **limit)
 
@@ -138,7 +139,13 @@ def test_engines_share_cores_and_memory(model: OpenedModel):
 
 @pytest.mark.parametrize(
     "options",
-    [{"prefill_engines": 1}, {"decode_engines": 2}, {"prefill_engines": -1, "decode_engines": -1}, {"context": 0}],
+    [
+        {"prefill_engines": 1},
+        {"decode_engines": 2},
+        {"prefill_engines": -1, "decode_engines": -1},
+        {"context": 0},
+        {"max_waiting": -1},
+    ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, int]):
     with pytest.raises(ConfigError):

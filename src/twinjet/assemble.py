@@ -111,7 +111,9 @@ def assemble(model: OpenedModel, options: EngineOptions, home: Path) -> Assembly
     Raises: ConfigError.
     """
     config = local_engine_config(model, options, home)
-    return Assembly(model, config, options.roles, Orchestrator(config, roles=options.roles))
+    return Assembly(
+        model, config, options.roles, Orchestrator(config, roles=options.roles, max_waiting=options.max_waiting)
+    )
 
 
 def local_engine_config(model: OpenedModel, options: EngineOptions, home: Path) -> EngineConfig:

@@ -39,6 +39,8 @@ class EngineOptions:
     """Longest step, as predicted, while anybody decodes. None: from what is measured. For `paced` engines."""
     policy: PolicyName = "balanced"
     """Whether streams or prompts go first."""
+    max_waiting: int = 512
+    """Requests accepted beyond what the slots of all engines hold."""
     prefill_engines: int = 0
     """With `decode_engines`: disaggregated, this many engines only prefill."""
     decode_engines: int = 0
@@ -58,6 +60,8 @@ class EngineOptions:
             raise ConfigError(
                 f"--prefill and --decode must not be negative, got {self.prefill_engines} and {self.decode_engines}"
             )
+        if self.max_waiting < 0:
+            raise ConfigError(f"--max-waiting must not be negative, got {self.max_waiting}")
         for name in ("context", "max_streams", "threads", "kv_memory", "token_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:

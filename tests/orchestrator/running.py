@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -37,10 +37,13 @@ def config(model: str = "fake", *, max_streams: int = 16, context: int = 256) ->
 
 
 @contextlib.asynccontextmanager
-async def running(model: str = "fake", *, factory: str = FAKE, **options: Any) -> AsyncIterator[Orchestrator]:
+async def running(
+    model: str = "fake", *, factory: str = FAKE, engine: EngineConfig | None = None, **options: Any
+) -> AsyncIterator[Orchestrator]:
     """A started orchestrator, stopped at the end; leaves no process behind, or fails."""
     before = set(psutil.Process().children())
-    orchestrator = Orchestrator(config(model), factory=factory, **options)
+    settings = config(model) if engine is None else replace(engine, model_path=model)
+    orchestrator = Orchestrator(settings, factory=factory, **options)
     try:
         await orchestrator.start()
         yield orchestrator

@@ -11,12 +11,13 @@ import pytest
 from tests.fakes import blank_stats
 from tests.orchestrator.simulation import READY, request
 from twinjet.core.errors import ConfigError, ContextTooLong, InvalidRequest
-from twinjet.core.types import EngineInfo, SamplingParams, TokenEvent, TokenLogprobs
+from twinjet.core.types import EngineInfo, Forecast, SamplingParams, TokenEvent, TokenLogprobs
 from twinjet.orchestrator.admission import check_request
 from twinjet.orchestrator.environment import worker_environment
 from twinjet.orchestrator.journal import Entry, HeldPages
 from twinjet.orchestrator.output import Output, TokenStream
 from twinjet.orchestrator.pools import Engine
+from twinjet.orchestrator.prediction import ttft_s
 from twinjet.orchestrator.router import route
 from twinjet.orchestrator.supervisor import RestartPolicy
 from twinjet.orchestrator.watchdog import Patience, Watchdog
@@ -221,3 +222,38 @@ def test_patience_is_positive():
 def test_pauses_between_restarts_grow_up_to_a_limit():
     policy = RestartPolicy(backoff_s=0.5, max_backoff_s=3.0)
     assert [policy.pause_s(losses) for losses in range(1, 7)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+# --- prediction ---------------------------------------------------------------------------------
+
+FORECAST = Forecast(
+    itl_target_ms=50.0,
+    stall_bound_ms=60.0,
+    chunk_rows=64,
+    busy_streams=8,
+    busy_chunk_rows=32,
+    ttft_ms=((100, 100.0), (500, 600.0)),
+    busy_ttft_ms=((100, 200.0), (500, 1200.0)),
+    itl_ms=((1, 10.0), (4, 25.0)),
+    prefill_tokens_s=1000.0,
+    decode_tokens_s=160.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "ahead", "remaining", "seconds"),
+    [
+        (100, [], [], 0.1),
+        (50, [], [], 0.05),
+        (1100, [], [], 1.35),  # the last line goes on: 1.25 ms a token
+        (100, [], [7], 0.2),  # somebody decodes
+        (100, [200], [20], 0.1 + 0.125),  # a much longer one ahead gives up half: 200 tokens' time
+        (100, [100_000], [20], 0.1 + 0.125),
+        (100, [150], [20], 0.1 + 0.1875),  # not that much longer: it goes first
+        (100, [50, 100_000, 100_000], [9, 9, 9], 0.1 + 0.4375),  # 50 + 100 * 4 tokens' time
+        (100, [], [30, 3, 20, 8], 3 * 0.025 + 0.2),  # all four slots are taken; one is free after three tokens
+        (100, [], [30, 3, 20, 8, 5, 5], 5 * 0.025 + 0.2),
+    ],
+)
+def test_expected_ttft(num_prompt: int, ahead: list[int], remaining: list[int], seconds: float):
+    assert ttft_s(FORECAST, num_prompt, ahead, remaining, max_streams=4) == pytest.approx(seconds)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -193,6 +194,30 @@ def test_too_many_requests_are_refused():
             streams.append(orchestrator.submit(request("in its place")))
             for stream in streams:
                 await stream.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_in_time_is_refused_at_once():
+    async def scenario():
+        # A step of 4 ms, and 1 ms a row: a prompt of 200 tokens takes about 230 ms.
+        async with running("fake?step_ms=4&row_ms=1", engine=replace(config(), calibration_s=0.3)) as orchestrator:
+            forecast = orchestrator.info.forecast
+            assert forecast is not None
+            prompt = tuple(range(1, 201))
+            with pytest.raises(Overloaded, match="first token is expected in") as refused:
+                orchestrator.submit(request("late", prompt, 5, deadline_s=0.05))
+            assert refused.value.retry_after_s >= 1
+            outcome = await collect(orchestrator.submit(request("in time", prompt, 5, deadline_s=30.0)))
+            assert outcome.tokens == expected_tokens(prompt, 5)
+            # Not for lack of speed, but of slots.
+            streams = [orchestrator.submit(request(f"r{i}", (i + 1, 2), 250)) for i in range(17)]
+            with pytest.raises(Overloaded, match="first token is expected in"):
+                orchestrator.submit(request("no slot", (1, 2), 5, deadline_s=1.0))
+            for stream in streams:
+                await stream.aclose()
+            with pytest.raises(InvalidRequest, match="over 0"):
+                orchestrator.submit(request("never", deadline_s=0.0))
 
     asyncio.run(scenario())
 

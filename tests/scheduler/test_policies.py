@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.device import Rig, prompt, spec
 from twinjet.core.config import PolicyName
-from twinjet.scheduler.policies import POLICIES, BalancedPolicy, Mix
+from twinjet.scheduler.policies import POLICIES, PRIORITY_S, BalancedPolicy, Mix
 
 POLICY = BalancedPolicy()
 
@@ -40,7 +40,12 @@ def test_divide_uses_every_row_and_the_first_gets_half(num_rows: int, uncomputed
     assert shares[0] >= min(uncomputed[0], (num_rows + 1) // 2)
 
 
-def test_rank_is_priority_then_arrival() -> None:
+def test_a_level_of_priority_is_worth_a_time_of_waiting() -> None:
+    urgent = POLICY.rank(spec(1, priority=-1), 100.0)
+    assert POLICY.rank(spec(2), 100.0 - PRIORITY_S - 1) < urgent < POLICY.rank(spec(3), 100.0 - PRIORITY_S + 1)
+
+
+def test_rank_is_priority_and_arrival() -> None:
     late_but_urgent = POLICY.rank(spec(1, priority=-1), 9.0)
     early = POLICY.rank(spec(2), 1.0)
     late = POLICY.rank(spec(3), 2.0)

@@ -365,3 +365,35 @@ def test_what_a_request_says_of_the_cache_reaches_the_engine(server: LiveServer)
         server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 1, **fields})
         request = server.orchestrator.submitted[-1]
         assert (request.use_cache, request.cache_salt) == (use_cache, salt)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_first_token_that_does_not_come_in_time(streamed: bool, n: int):
+    orchestrator = FakeOrchestrator()
+    orchestrator.hang_at = 0
+    body = {"prompt": "abc", "max_tokens": 3, "n": n, "stream": streamed, "deadline_ms": 150}
+    with live_server(orchestrator) as server:
+        began = time.monotonic()
+        answer = server.http.post(COMPLETIONS, json=body)
+        assert 0.1 < time.monotonic() - began < 3
+        wait_for(lambda: not orchestrator.running)
+    error = events_of(answer.text)[-1]["error"] if streamed else answer.json()["error"]
+    assert answer.status_code == (200 if streamed else 504)
+    assert error["code"] == "deadline_exceeded"
+    assert "within 0.15 s" in error["message"]
+
+
+def test_a_deadline_is_for_the_first_token_only():
+    orchestrator = FakeOrchestrator()
+    orchestrator.step_s = 0.08
+    with live_server(orchestrator) as server:
+        answer = server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 6, "deadline_ms": 300})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 6
+
+
+def test_priority_and_deadline_reach_the_engine(server: LiveServer):
+    server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 1, "priority": -3, "deadline_ms": 2500})
+    request = server.orchestrator.submitted[-1]
+    assert (request.priority, request.deadline_s) == (-3, 2.5)

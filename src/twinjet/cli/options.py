@@ -64,6 +64,9 @@ KVType = Annotated[
         "[default: float16; float32 with --exact]",
     ),
 ]
+MaxWaiting = Annotated[
+    int, typer.Option(help="Requests that may wait for a slot; more are sent away at once, to come again later.")
+]
 PrefillEngines = Annotated[
     int, typer.Option("--prefill", metavar="N", help="Disaggregated: engines that only prefill; with --decode.")
 ]
@@ -93,6 +96,7 @@ def engine_options(
     paced: bool = False,
     itl_target: float | None = None,
     policy: PolicyName = "balanced",
+    max_waiting: int = 512,
     prefill: int = 0,
     decode: int = 0,
 ) -> EngineOptions:
@@ -110,6 +114,7 @@ def engine_options(
         paced=paced,
         itl_target_ms=itl_target,
         policy=policy,
+        max_waiting=max_waiting,
         prefill_engines=prefill,
         decode_engines=decode,
     )

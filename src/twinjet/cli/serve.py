@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,7 @@ from twinjet.cli.options import (
     KVMemory,
     KVType,
     MaxStreams,
+    MaxWaiting,
     Model,
     PipelineDepth,
     Policy,
@@ -53,6 +55,7 @@ def serve(
     prefix_cache: PrefixCache = True,
     itl_target: ITLTarget = None,
     policy: Policy = "balanced",
+    max_waiting: MaxWaiting = 512,
     prefill: PrefillEngines = 0,
     decode: DecodeEngines = 0,
     drain_timeout: Annotated[
@@ -81,6 +84,7 @@ def serve(
         paced=True,
         itl_target=itl_target,
         policy=policy,
+        max_waiting=max_waiting,
         prefill=prefill,
         decode=decode,
     )
@@ -93,16 +97,19 @@ def serve(
         assembly = assemble(opened, options, home)
         print_facts(assembly.summary(), indent="  ", err=True)
         with asyncio.Runner(loop_factory=Config("", log_config=None).get_loop_factory()) as runner:
-            runner.run(_serve(assembly, listener, drain_timeout))
+            runner.run(_serve(assembly, listener, drain_timeout, max_streams * len(options.roles) + max_waiting))
 
 
-async def _serve(assembly: "Assembly", listener: socket.socket, drain_timeout_s: float) -> None:
+async def _serve(assembly: "Assembly", listener: socket.socket, drain_timeout_s: float, max_requests: int) -> None:
     from twinjet.cli.progress import ProgressReport
     from twinjet.cli.tables import forecast_facts, print_facts
-    from twinjet.server.app import ServedModel, create_app, run_server
+    from twinjet.server.app import ServedModel, ServerLimits, create_app, run_server
 
     model, orchestrator = assembly.model, assembly.orchestrator
-    app = create_app(ServedModel(model.name, model.tokenizer, model.template, orchestrator, int(time.time())))
+    service = ServedModel(model.name, model.tokenizer, model.template, orchestrator, int(time.time()))
+    # What could never be let in whole is not told to come again.
+    limits = ServerLimits()
+    app = create_app(service, replace(limits, max_choices=min(limits.max_choices, max_requests)))
     stop = asyncio.Event()
     began_s = time.monotonic()
     serving = asyncio.create_task(

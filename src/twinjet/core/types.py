@@ -64,7 +64,9 @@ class Request:
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's; n: also the n most likely."""
     priority: int = 0
-    """Lower runs first."""
+    """Lower runs first: each level is worth as much as having come some seconds earlier."""
+    deadline_s: float | None = None
+    """Seconds from now within which the first token is needed. It is refused if that is not to be expected."""
     use_cache: bool = True
     """Whether the prefix cache may be read and filled."""
     cache_salt: str = ""

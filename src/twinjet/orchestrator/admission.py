@@ -11,6 +11,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise InvalidRequest("the prompt is empty; send at least one token", "prompt")
     if request.max_tokens < 1:
         raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}", "max_tokens")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise InvalidRequest(f"the deadline must be over 0 seconds, got {request.deadline_s}", "deadline_ms")
     _check_context(len(request.prompt_ids), request.max_tokens, info.context)
     _check_vocabulary("the prompt", request.prompt_ids, info.vocab_size, "prompt")
     _check_vocabulary("stop_token_ids", request.stop_token_ids, info.vocab_size, "stop_token_ids")
@@ -29,6 +31,7 @@ def _check_types(request: Request) -> None:
         ("top_k", sampling.top_k),
         ("seed", sampling.seed),
         ("choice", sampling.choice),
+        ("priority", request.priority),
     ):
         if type(value) is not int and not (value is None and name == "logprobs"):
             raise InvalidRequest(f"{name} must be an int, got {value!r}", name)

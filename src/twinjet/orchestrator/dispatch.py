@@ -16,6 +16,7 @@ from twinjet.core.config import KV_ITEM_BYTES
 from twinjet.core.types import FinishReason, Request, TokenLogprobs
 from twinjet.orchestrator.journal import Attempt, Entry, HeldPages, Journal, ReplayLimits, submit_message
 from twinjet.orchestrator.pools import Engine, EnginePool
+from twinjet.orchestrator.prediction import slot_wait_s, ttft_s
 from twinjet.orchestrator.router import route
 from twinjet.wire.messages import (
     Abort,
@@ -134,6 +135,22 @@ class Dispatcher:
     def load(self, engine: Engine) -> int:
         """Rows that it still has to compute, at most."""
         return sum(attempt.tokens_left for attempt in self._journal.attempts_on(engine.engine_id))
+
+    def expected_ttft_s(self, engine: Engine, num_prompt: int) -> float | None:
+        """Of a request that arrives now, if it went to this engine; None if the engine foretold nothing."""
+        if engine.info is None or engine.info.forecast is None:
+            return None
+        attempts = list(self._journal.attempts_on(engine.engine_id))
+        ahead = [a.entry.num_known for a in attempts if not (a.proven or a.imports)]
+        remaining = [1 if a.exports else a.entry.remaining for a in attempts]
+        return ttft_s(engine.info.forecast, num_prompt, ahead, remaining, engine.info.max_streams)
+
+    def expected_wait_s(self, engine: Engine) -> float | None:
+        """Until a slot of this engine is free for one more; None if the engine foretold nothing."""
+        if engine.info is None or engine.info.forecast is None:
+            return None
+        remaining = [a.entry.remaining for a in self._journal.attempts_on(engine.engine_id)]
+        return slot_wait_s(engine.info.forecast, remaining, engine.info.max_streams)
 
     # --- news -------------------------------------------------------------------------------------
 
@@ -323,7 +340,7 @@ class Dispatcher:
                 self._send(exporter, ReleasePages(handle.name))
 
     def _started(self, engine: Engine, attempts: list[Attempt]) -> list[Attempt]:
-        """Those that may have been running: the engine's slots go by priority, then by arrival."""
+        """Those that may have been running: the engine's slots go by priority and arrival."""
         num_slots = len(attempts) if engine.info is None else engine.info.max_streams
         return sorted(attempts, key=lambda a: (a.entry.request.priority, a.sequence_id))[:num_slots]
 

@@ -62,7 +62,7 @@ class Orchestrating(Protocol):
 
         Raises:
             InvalidRequest, ContextTooLong: the request can never run here.
-            Overloaded: too many wait, or the server is draining.
+            Overloaded: too many wait, the first token is not expected in time, or the server is draining.
             EngineDead: no engine is left.
         All are raised by the call itself, before anything is streamed.
         """

@@ -175,6 +175,7 @@ class Orchestrator:
         if self._dispatcher.has(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running; ids must be unique")
         self._check_capacity()
+        self._check_deadline(request)
         entry = self._dispatcher.submit(request)
         return TokenStream(entry.output, functools.partial(self._dispatcher.abort_entry, entry))
 
@@ -189,8 +190,27 @@ class Orchestrator:
         if self._dispatcher.num_requests >= self._max_waiting + num_slots:
             raise Overloaded(
                 f"{self._dispatcher.num_requests} requests are here already, of which {num_slots} can run at once "
-                f"and {self._max_waiting} may wait; try again later"
+                f"and {self._max_waiting} may wait; try again later",
+                self._retry_after_s([self._dispatcher.expected_wait_s(engine) for engine in self._pool.ready()]),
             )
+
+    def _check_deadline(self, request: Request) -> None:
+        """Refuse now what would only fail later."""
+        if request.deadline_s is None:
+            return
+        engines = [engine for engine in self._pool.ready() if engine.role != "decode"] or self._pool.ready()
+        expected = [self._dispatcher.expected_ttft_s(engine, len(request.prompt_ids)) for engine in engines]
+        known = [ttft for ttft in expected if ttft is not None]
+        if known and min(known) > request.deadline_s:
+            raise Overloaded(
+                f"the first token is expected in {min(known):.2f} s, and needed within {request.deadline_s:.2f} s; "
+                "try again later, or allow more time",
+                max(1.0, min(known) - request.deadline_s),
+            )
+
+    @staticmethod
+    def _retry_after_s(waits_s: Sequence[float | None]) -> float:
+        return max(1.0, min((wait for wait in waits_s if wait is not None), default=1.0))
 
     def abort(self, request_id: str) -> None:
         self._dispatcher.abort(request_id)

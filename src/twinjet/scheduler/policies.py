@@ -11,6 +11,9 @@ from typing import Literal, Protocol
 from twinjet.core.config import PolicyName
 from twinjet.scheduler.sequence import SequenceSpec
 
+PRIORITY_S = 10.0
+"""What a level of priority is worth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mix:
@@ -49,8 +52,9 @@ class Policy(Protocol):
 
 
 class BalancedPolicy:
-    """Priority, then arrival; streams first, chunks beside them; a prompt yields half of its rows to much shorter ones.
+    """By arrival; streams first, chunks beside them; a prompt yields half of its rows to much shorter ones.
 
+    A level of priority counts as much as `PRIORITY_S` of waiting, so that no level is ever passed for good.
     Prompts of like length run one after the other, which gives the best mean TTFT: dividing rows equally
     between n equal prompts would delay every first token to the end of the last. But where a prompt behind
     needs at most half as much, the one ahead takes only half of the rows that are left to it, so that a short
@@ -60,7 +64,7 @@ class BalancedPolicy:
     """
 
     def rank(self, spec: SequenceSpec, arrival_s: float) -> tuple[float, ...]:
-        return (spec.priority, arrival_s)
+        return (arrival_s + PRIORITY_S * spec.priority,)
 
     def mix(self, num_decoding: int, has_prompts: Callable[[], bool]) -> Mix:
         return Mix(True, "paced" if num_decoding else "full")

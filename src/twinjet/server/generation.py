@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
-from twinjet.core.errors import CapacityError, StepFailed
+from twinjet.core.errors import CapacityError, DeadlineExceeded, StepFailed
 from twinjet.core.types import Request, TokenEvent, TokenLogprobs
 from twinjet.server.intake import Job
 from twinjet.server.metrics import ServerMetrics
@@ -140,6 +140,8 @@ class Generation:
         """The client went away."""
         self.choices: list[Choice] = []
         self._orchestrator = service.orchestrator
+        # The event loop's clock need not be that of `arrived`.
+        self._began_s = asyncio.get_running_loop().time() - (monotonic() - arrived)
         try:
             for index, request in enumerate(job.requests):
                 events = self._orchestrator.submit(request)
@@ -199,23 +201,39 @@ class Generation:
 
     async def _run_choice(self, choice: Choice, emit: Emit) -> None:
         events = choice.events
+        deadline_s = choice.request.deadline_s
+        limit = asyncio.timeout_at(None if deadline_s is None else self._began_s + deadline_s)
         try:
-            async for event in events:
-                choice.num_cached += event.num_cached
-                for step in _by_step(event):
-                    if choice.ended:
-                        return
-                    delta = choice.advance(step)
-                    if delta.finish_reason is not None and event.finish_reason is None:
-                        # A stop string, of which the orchestrator knows nothing.
-                        self._orchestrator.abort(choice.request.request_id)
-                    await emit(choice, delta)
-            if not choice.ended:
-                choice.cancel()
-                raise StepFailed("the events of a sequence ended without a finish reason")
+            async with limit:
+                await self._emit_choice(choice, emit, limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            choice.cancel()
+            raise DeadlineExceeded(
+                f"the first token did not come within {deadline_s} s, as was asked; try again later, or allow more time"
+            ) from None
         finally:
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
+
+    async def _emit_choice(self, choice: Choice, emit: Emit, limit: asyncio.Timeout) -> None:
+        """`limit` is lifted when the first token is there."""
+        async for event in choice.events:
+            if limit.when() is not None and not limit.expired():
+                limit.reschedule(None)
+            choice.num_cached += event.num_cached
+            for step in _by_step(event):
+                if choice.ended:
+                    return
+                delta = choice.advance(step)
+                if delta.finish_reason is not None and event.finish_reason is None:
+                    # A stop string, of which the orchestrator knows nothing.
+                    self._orchestrator.abort(choice.request.request_id)
+                await emit(choice, delta)
+        if not choice.ended:
+            choice.cancel()
+            raise StepFailed("the events of a sequence ended without a finish reason")
 
 
 def _by_step(event: TokenEvent) -> Iterator[TokenEvent]:

@@ -31,6 +31,8 @@ _MESSAGE_CHARS = 50
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_SALT_CHARS = 256
+_MAX_PRIORITY = 1000
+_MAX_DEADLINE_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,13 @@ class Intake:
         ]
         stop_token_ids = self._stop_token_ids(body)
         cache_salt = _check_salt(body.cache_salt)
+        priority = _check_int("priority", body.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
+        deadline_s = None if body.deadline_ms is None else body.deadline_ms / 1e3
+        if deadline_s is not None and not 0 < deadline_s <= _MAX_DEADLINE_S:
+            raise InvalidRequest(
+                f"deadline_ms must be over 0 and at most {_MAX_DEADLINE_S * 1e3:.0f}, got {body.deadline_ms}",
+                "deadline_ms",
+            )
         requests = tuple(
             Request(
                 request_id=f"{job_id}-{at * n + choice}",
@@ -329,6 +338,8 @@ class Intake:
                 num_logprobs=num_logprobs,
                 use_cache=body.cache_prompt is not False,
                 cache_salt=cache_salt,
+                priority=priority or 0,
+                deadline_s=deadline_s,
             )
             for at, (ids, most) in enumerate(zip(prompts, max_tokens, strict=True))
             for choice in range(n)

@@ -39,6 +39,10 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     """Whether the prefix cache may be read and filled. Default true."""
     cache_salt: str | None = None
     """Prefixes are shared only with requests of the same salt."""
+    priority: int | None = None
+    """Lower goes first. Default 0."""
+    deadline_ms: float | None = None
+    """Milliseconds from the request's arrival within which the first token is needed."""
 
     # Harmless: accepted and without effect.
     user: Any = None
