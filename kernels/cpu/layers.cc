@@ -238,7 +238,7 @@ TWINJET_INLINE void gate_group(const float* gate, const float* up, int64_t count
   for (int64_t r = 0; r < num_rows; ++r) {
     alignas(32) float h[kGroup];
     for (int64_t i = 0; i < 4; ++i) {
-      const int64_t at = i / 2 * kTileRows * kPanel + r * kPanel + i % 2 * 8;
+      const int64_t at = (i / 2 * num_rows + r) * kPanel + i % 2 * 8;
       _mm256_store_ps(h + 8 * i, _mm256_mul_ps(activate(_mm256_load_ps(gate + at)), _mm256_load_ps(up + at)));
     }
     for (int64_t i = count; i < kGroup; ++i) h[i] = 0.0f;
@@ -258,16 +258,13 @@ void gated_product(const KernelScope& scope, const Matrix& gate_up, const Activa
     const int64_t block = task / num_groups, group = task % num_groups;
     const int64_t count = std::min(kGroup, gate.num_columns - group * kGroup);
     const int64_t num_panels = (count + kPanel - 1) / kPanel;
-    alignas(32) float g[2 * kTileRows * kPanel] = {};
-    alignas(32) float u[2 * kTileRows * kPanel] = {};
+    static_assert(kTilePanels * kPanel == kGroup);
+    alignas(64) float g[kTilePanels * kTileRows * kPanel] = {};
+    alignas(64) float u[kTilePanels * kTileRows * kPanel] = {};
     const int64_t last_tile = std::min(num_tiles, (block + 1) * block_tiles);
     for (int64_t tile = block * block_tiles; tile < last_tile; ++tile) {
-      for (int64_t panel = 0; panel < num_panels; ++panel) {
-        multiply_tile(acts, tile, gate, 2 * group + panel, g + panel * kTileRows * kPanel);
-      }
-      for (int64_t panel = 0; panel < num_panels; ++panel) {
-        multiply_tile(acts, tile, up, 2 * group + panel, u + panel * kTileRows * kPanel);
-      }
+      multiply_tile(acts, tile, gate, kTilePanels * group, num_panels, g);
+      multiply_tile(acts, tile, up, kTilePanels * group, num_panels, u);
       const int64_t rows = acts.plan.rows(tile);  // the next product's tiles are the same
       if (gelu) {
         gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return gelu_tanh8(v); });

@@ -18,7 +18,7 @@ bool runs(Instructions instructions) {
          __builtin_cpu_supports("avx512vnni");
 }
 
-using MultiplyTile = void (*)(Format, int64_t, const uint8_t*, int64_t, const TileInputs&, float*);
+using MultiplyTile = void (*)(Format, int64_t, const uint8_t*, int64_t, int64_t, const TileInputs&, float*);
 
 MultiplyTile microkernels(Instructions instructions) {
   return instructions == Instructions::kAvx512Vnni ? multiply_tile_vnni : multiply_tile_avx2;
@@ -98,9 +98,10 @@ void Activations::set_row(int64_t row, const float* values) const {
   }
 }
 
-void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, float* out) {
+void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, int64_t num_panels,
+                   float* out) {
   const TileInputs in = acts.tile(tile);
-  chosen.load(std::memory_order_relaxed)(segment.format, acts.plan.rows(tile), segment.panel(panel),
+  chosen.load(std::memory_order_relaxed)(segment.format, acts.plan.rows(tile), segment.panel(panel), num_panels,
                                          segment.num_groups, in, out);
 }
 

@@ -66,8 +66,9 @@ class Activations {
   float* scales16_ = nullptr;
 };
 
-// out [R, 16] = one tile times one panel.
-void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, float* out);
+// out [num_panels, R, 16] = one tile times up to kTilePanels panels.
+void multiply_tile(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel, int64_t num_panels,
+                   float* out);
 
 // Rows whose activations stay in the second-level cache while panels go by.
 constexpr int64_t kBlockTiles = 22;
@@ -88,24 +89,30 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
   const int64_t rows = std::min(acts.plan.num_rows, block_tiles * kTileRows);
   const int64_t panel_products = kPanel * matrix.num_inputs * std::max<int64_t>(1, rows / 2);
   const int64_t even = (num_panels + 4 * scope.pool().num_threads() - 1) / (4 * scope.pool().num_threads());
-  const int64_t grain = std::max<int64_t>(1, std::min(even, kTaskProducts / panel_products));
+  const int64_t most = std::max<int64_t>(1, std::min(even, kTaskProducts / panel_products));
+  const int64_t grain = most > kTilePanels ? most / kTilePanels * kTilePanels : most;
   const int64_t chunks = (num_panels + grain - 1) / grain;
   scope.pool().run(num_blocks * chunks, [&](int64_t task, int) {
     const int64_t block = task / chunks;
     const int64_t first_tile = block * block_tiles, last_tile = std::min(num_tiles, first_tile + block_tiles);
     const int64_t first_panel = task % chunks * grain, last_panel = std::min(num_panels, first_panel + grain);
-    alignas(32) float out[kTileRows * kPanel];
+    alignas(64) float out[kTilePanels * kTileRows * kPanel];
     int64_t segment_index = 0, passed = 0;
-    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    for (int64_t panel = first_panel, count; panel < last_panel; panel += count) {
       while (panel - passed >= matrix.segments[segment_index].num_panels()) {
         passed += matrix.segments[segment_index++].num_panels();
       }
       const Segment& segment = matrix.segments[segment_index];
-      const int64_t column = (panel - passed) * kPanel;
-      const int64_t num_columns = std::min(kPanel, segment.num_columns - column);
+      count = std::min({kTilePanels, last_panel - panel, passed + segment.num_panels() - panel});
       for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-        multiply_tile(acts, tile, segment, panel - passed, out);
-        done(segment.first_column + column, num_columns, acts.plan.first_row(tile), acts.plan.rows(tile), out);
+        const int64_t num_rows = acts.plan.rows(tile);
+        multiply_tile(acts, tile, segment, panel - passed, count, out);
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t column = (panel - passed + i) * kPanel;
+          const int64_t num_columns = std::min(kPanel, segment.num_columns - column);
+          done(segment.first_column + column, num_columns, acts.plan.first_row(tile), num_rows,
+               out + i * num_rows * kPanel);
+        }
       }
     }
   });

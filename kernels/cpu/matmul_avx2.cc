@@ -313,15 +313,19 @@ void multiply_rows(Format format, const uint8_t* panel, int64_t num_groups, cons
 
 }  // namespace
 
-void multiply_tile_avx2(Format format, int64_t num_rows, const uint8_t* panel, int64_t num_groups,
+void multiply_tile_avx2(Format format, int64_t num_rows, const uint8_t* panels, int64_t num_panels, int64_t num_groups,
                         const TileInputs& in, float* out) {
-  switch (num_rows) {
-    case 1: return multiply_rows<1>(format, panel, num_groups, in, out);
-    case 2: return multiply_rows<2>(format, panel, num_groups, in, out);
-    case 3: return multiply_rows<3>(format, panel, num_groups, in, out);
-    case 4: return multiply_rows<4>(format, panel, num_groups, in, out);
-    case 5: return multiply_rows<5>(format, panel, num_groups, in, out);
-    case 6: return multiply_rows<6>(format, panel, num_groups, in, out);
+  for (int64_t i = 0; i < num_panels; ++i) {
+    switch (num_rows) {
+      case 1: multiply_rows<1>(format, panels, num_groups, in, out); break;
+      case 2: multiply_rows<2>(format, panels, num_groups, in, out); break;
+      case 3: multiply_rows<3>(format, panels, num_groups, in, out); break;
+      case 4: multiply_rows<4>(format, panels, num_groups, in, out); break;
+      case 5: multiply_rows<5>(format, panels, num_groups, in, out); break;
+      case 6: multiply_rows<6>(format, panels, num_groups, in, out); break;
+    }
+    panels += groups_bytes(format, num_groups);
+    out += num_rows * kPanel;
   }
 }
 

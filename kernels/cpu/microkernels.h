@@ -1,4 +1,4 @@
-// Products of a few rows with one panel, once for each instruction set. What they compute is the same bits: exact
+// Products of a few rows with a panel or two, once for each instruction set. What they compute is the same bits: exact
 // integer dots, and float operations of each column and row in one order.
 //
 // Their sources are compiled for instructions that the processor may lack, so they share nothing with other sources that
@@ -29,10 +29,13 @@ enum class Instructions : int64_t {
   kAvx512Vnni = 1,  // F, BW, VL and VNNI
 };
 
-// out [num_rows, 16] = rows times panel.
-void multiply_tile_avx2(Format format, int64_t num_rows, const uint8_t* panel, int64_t num_groups, const TileInputs& in,
-                        float* out);
-void multiply_tile_vnni(Format format, int64_t num_rows, const uint8_t* panel, int64_t num_groups, const TileInputs& in,
-                        float* out);
+// Panels of a microkernel at most.
+constexpr int64_t kTilePanels = 2;
+
+// out [num_panels, num_rows, 16] = rows times panels, which follow one another.
+void multiply_tile_avx2(Format format, int64_t num_rows, const uint8_t* panels, int64_t num_panels, int64_t num_groups,
+                        const TileInputs& in, float* out);
+void multiply_tile_vnni(Format format, int64_t num_rows, const uint8_t* panels, int64_t num_panels, int64_t num_groups,
+                        const TileInputs& in, float* out);
 
 }  // namespace twinjet
