@@ -49,7 +49,7 @@ def blank_stats(**figures: Any) -> Stats:
     """A report in which everything but `figures` is 0."""
     none = Durations([0] * (len(DURATION_BOUNDS_S) + 1), 0.0)
     report: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__, 0)
-    report.update(step_durations=none, gap_durations=none)
+    report.update(step_durations=none, gap_durations=none, step_expected_s=None)
     report.update(figures)
     return Stats(**report)
 

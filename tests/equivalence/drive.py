@@ -4,13 +4,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerConfig
+from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, PolicyName, SchedulerConfig
 from twinjet.core.types import SamplingParams, TokenLogprobs
 from twinjet.engine.engine import Engine, load_engine
+from twinjet.scheduler.cost_model import CostModel
+from twinjet.scheduler.pace import make_pace
 from twinjet.scheduler.scheduler import Scheduler
 from twinjet.scheduler.sequence import ImportedPages, SequenceSpec
 
 GREEDY = SamplingParams(temperature=0.0)
+
+COSTS = CostModel((1, 512), (4.0, 515.0), sample_ms=0.3, single_ms=0.002, chunk_ms=0.0004)
 
 
 def build_engine(
@@ -56,6 +60,9 @@ class Drive:
     max_streams: int = 16
     pipeline_depth: int = 2
     prefix_cache: bool = True
+    policy: PolicyName = "balanced"
+    itl_target_ms: float | None = None
+    """With one, steps are bounded by it, as a made-up cost model predicts them."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     exported: dict[int, ImportedPages] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
@@ -67,8 +74,11 @@ class Drive:
     """Most prompts that had rows in one step beside decoding ones."""
 
     def run(self) -> "Drive":
-        limits = SchedulerConfig(self.max_streams, self.context, self.token_budget)
-        scheduler = Scheduler(limits, CacheConfig(16, self.num_pages, "float32", self.prefix_cache))
+        limits = SchedulerConfig(self.max_streams, self.context, self.token_budget, self.policy, self.itl_target_ms)
+        cache = CacheConfig(16, self.num_pages, "float32", self.prefix_cache)
+        scheduler = Scheduler(limits, cache)
+        if self.itl_target_ms is not None:
+            scheduler.keep_pace(make_pace(COSTS, limits, cache))
         waiting = dict(self.arrivals)
         in_flight = deque()
         step = 0

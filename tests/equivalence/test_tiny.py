@@ -5,11 +5,13 @@ The oracle computes the whole sequence anew for every token, in one step each, w
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from tests.equivalence.drive import GREEDY, Drive, build_engine, sequence
 from tests.tiny_models import write_tiny_gemma3, write_tiny_llama
+from twinjet.core.config import PolicyName
 from twinjet.core.plan import PageGrant, Plan, SequenceWork
 from twinjet.core.types import SamplingParams
 from twinjet.engine.engine import Engine
@@ -134,6 +136,16 @@ def test_a_second_turn_on_generated_pages(engine: Engine) -> None:
     assert {i: both.tokens[i] for i in apart.tokens} == apart.tokens
     assert sum(both.cached[100 + i] for i in turns) > sum((len(s.token_ids) - 1) // 16 * 16 for s in SPECS)
     assert set(apart.cached.values()) == {0}
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+@pytest.mark.parametrize("target_ms", [None, 10.0, 60.0, 500.0])
+def test_with_any_target_and_policy(
+    engine: Engine, oracle: dict[int, list[int]], policy: PolicyName, target_ms: float | None
+) -> None:
+    arrivals = {0: [*strangers(4), *SPECS[:3]], 3: SPECS[3:]}
+    drive = Drive(engine, arrivals, CONTEXT, NUM_PAGES, policy=policy, itl_target_ms=target_ms).run()
+    assert {i: drive.tokens[i] for i in oracle} == oracle
 
 
 def test_prefilled_in_one_place_and_decoded_in_another(engine: Engine, oracle: dict[int, list[int]]) -> None:

@@ -14,9 +14,10 @@ from twinjet.core.errors import ConfigError, ContextTooLong, InvalidRequest
 from twinjet.core.types import EngineInfo, Forecast, SamplingParams, TokenEvent, TokenLogprobs
 from twinjet.orchestrator.admission import check_request
 from twinjet.orchestrator.environment import worker_environment
+from twinjet.orchestrator.health import judge
 from twinjet.orchestrator.journal import Entry, HeldPages
 from twinjet.orchestrator.output import Output, TokenStream
-from twinjet.orchestrator.pools import Engine
+from twinjet.orchestrator.pools import Engine, EnginePool
 from twinjet.orchestrator.prediction import ttft_s
 from twinjet.orchestrator.router import route
 from twinjet.orchestrator.supervisor import RestartPolicy
@@ -222,6 +223,26 @@ def test_patience_is_positive():
 def test_pauses_between_restarts_grow_up_to_a_limit():
     policy = RestartPolicy(backoff_s=0.5, max_backoff_s=3.0)
     assert [policy.pause_s(losses) for losses in range(1, 7)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+# --- health -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected_s", "ok"),
+    [(0.0, None, True), (9.0, None, True), (2.9, 0.1, True), (3.1, 0.1, False), (9.0, 1.0, True), (11.0, 1.0, False)],
+)
+def test_health_is_red_while_a_step_takes_many_times_its_prediction(age_s: float, expected_s: float | None, ok: bool):
+    pool = EnginePool(("both",))
+    pool[0].begin(pid=1)
+    pool[0].become_ready(READY)
+    patience = Patience()
+    pool[0].report(blank_stats(steps_total=1, step_age_s=age_s, step_expected_s=expected_s))
+    health = judge(pool, Watchdog(patience, lambda engine: False), patience)
+    assert health.ok == ok
+    assert ok or "should take" in health.reason
+    pool[0].report(blank_stats(steps_total=2, step_age_s=0.0, step_expected_s=None))
+    assert judge(pool, Watchdog(patience, lambda engine: False), patience).ok, "and green again"
 
 
 # --- prediction ---------------------------------------------------------------------------------

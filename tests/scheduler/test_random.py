@@ -34,11 +34,12 @@ class RandomMoves(RuleBasedStateMachine):
     ) -> None:
         self.context = 24
         self.depth = depth
+        self.budget = max_streams + num_spare_rows
         self.num_added = 0
         self.rig = Rig(
             max_streams=max_streams,
             context=self.context,
-            token_budget=max_streams + num_spare_rows,
+            token_budget=self.budget,
             page_size=page_size,
             num_pages=self.context // page_size + num_spare_pages,
             prefix_cache=prefix_cache,
@@ -128,7 +129,7 @@ class RandomMoves(RuleBasedStateMachine):
         stats = self.rig.scheduler.stats()
         num_cut_short = sum(finish in ("aborted", "failed") for finish in self.rig.finish.values())
         num_stopped = sum(finish == "stop" for finish in self.rig.finish.values())
-        assert stats.wasted_rows_total <= num_stopped * (self.depth - 1) + num_cut_short * self.depth
+        assert stats.wasted_rows_total <= num_stopped * (self.depth - 1) + num_cut_short * self.depth * self.budget
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

@@ -198,6 +198,7 @@ class TestAbort:
         assert rig.scheduler.has_work  # the plan in flight
         rig.run()
         assert rig.tokens[1] == []
+        assert rig.scheduler.stats().wasted_rows_total == 4, "the rows of a chunk count too"
 
     def test_with_tokens_in_flight(self) -> None:
         rig = Rig()

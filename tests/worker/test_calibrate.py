@@ -65,3 +65,24 @@ def test_an_engine_that_measured_says_what_to_expect_and_keeps_to_its_target() -
                 assert stats.step_durations.total_s == stats.busy_s_total
 
     asyncio.run(scenario())
+
+
+def test_the_heart_tells_how_long_a_step_has_been_running(monkeypatch) -> None:
+    monkeypatch.setattr("twinjet.worker.loop.STATS_INTERVAL_S", 0.05)
+    monkeypatch.setattr("twinjet.worker.loop.STOP_S", 0.1)
+
+    async def scenario() -> None:
+        async with Server() as server:
+            with thread_worker(server, fake_config("step_ms=2&hang_at=3", calibration_s=0.1)):
+                await server.until_ready()
+                stats: Stats = await server.fresh_stats()
+                assert (stats.step_age_s, stats.step_expected_s) == (0.0, None)
+                server.send(submit(0, [1, 2, 3], 60))
+                await server.until(lambda: len(server.tokens.get(0, [])) == 2)
+                await asyncio.sleep(0.5)
+                stats = await server.fresh_stats()
+                assert 0.4 < stats.step_age_s < 10
+                assert stats.step_expected_s is not None
+                assert 0.001 < stats.step_expected_s < 0.05
+
+    asyncio.run(scenario())

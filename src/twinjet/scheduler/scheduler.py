@@ -250,11 +250,13 @@ class Scheduler:
         self._in_flight.popleft()
         self._steps_total += 1
         self._rows_total += step.shape.rows
+        for work, seq in zip(step.work, step.members, strict=True):
+            if seq.ended:
+                self._wasted_rows_total += work.num_tokens
         emissions: list[Emission] = []
         exported_ids: set[int] = set()
         for row, (seq, token_id) in enumerate(zip(step.sampled, output.token_ids.tolist(), strict=True)):
             if seq.ended:
-                self._wasted_rows_total += 1
                 continue
             seq.num_unread -= 1
             seq.num_known += 1
@@ -302,6 +304,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Plans made and neither completed nor failed."""
         return len(self._in_flight)
+
+    @property
+    def next_predicted_ms(self) -> float | None:
+        """How long the oldest plan in flight should take; None without one, or without a cost model."""
+        return self._in_flight[0].predicted_ms if self._in_flight else None
 
     @property
     def has_work(self) -> bool:

@@ -35,7 +35,7 @@ _ENGINE_COUNTERS = (
     ("steps", "steps_total", "Forward passes."),
     ("rows", "rows_total", "Rows computed, padding not counted."),
     ("padding_tokens", "padding_rows_total", "Rows added to fill a bucket."),
-    ("wasted_rows", "wasted_rows_total", "Rows whose token was dropped because the sequence had ended."),
+    ("wasted_rows", "wasted_rows_total", "Rows computed for nothing, because their sequence had ended."),
     ("preemptions", "preemptions_total", "Sequences that lost their pages to others and were computed again."),
     ("prefix_cache_queries", "prefix_queries_total", "Tokens that were looked for in the prefix cache."),
     ("prefix_cache_hits", "prefix_hits_total", "Tokens that were found in the prefix cache."),
@@ -166,6 +166,13 @@ class ServerMetrics(Collector):
             for engine, report in reports:
                 family.add_metric([engine], getattr(report, field))
             yield family
+        if info is not None and info.forecast is not None:
+            yield _gauge(
+                "itl_target_seconds", "Longest step planned beside streams.", info.forecast.itl_target_ms / 1e3
+            )
+            if info.forecast.stall_bound_ms is not None:
+                bound_s = info.forecast.stall_bound_ms / 1e3
+                yield _gauge("stall_bound_seconds", "Longest wait of a running stream, as foretold.", bound_s)
         restarts = CounterMetricFamily(
             "twinjet_engine_restarts", "Times that an engine was started anew.", labels=["engine"]
         )

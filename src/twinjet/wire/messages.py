@@ -189,7 +189,7 @@ class Stats(Message, frozen=True):
     rows_total: int
     padding_rows_total: int
     wasted_rows_total: int
-    """Rows whose token was dropped: the sequence had already ended."""
+    """Rows computed for nothing: their sequence had ended, at a stop token or by an abort."""
     preemptions_total: int
     prefix_queries_total: int
     """Known tokens of sequences that looked for their prefix."""
@@ -208,6 +208,10 @@ class Stats(Message, frozen=True):
     step_durations: Durations
     gap_durations: Durations
     """Idle time between steps while there was work."""
+    step_age_s: float = 0.0
+    """How long the present step has been running; 0 between steps."""
+    step_expected_s: float | None = None
+    """How long it should take, by the cost model."""
 
 
 ToEngine = Submit | Abort | ReleasePages | Shutdown

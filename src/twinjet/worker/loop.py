@@ -84,6 +84,8 @@ class WorkerLoop:
         self._stop_requested = False
         self._exit_code: int | None = None
         self._next_stats_s = 0.0
+        self._step_began_s = 0.0
+        """When the oldest plan in flight came to be run, if there is one."""
         self._settled = False
         """Idle, and the idle-time work is done."""
         self._meter = StepMeter()
@@ -173,6 +175,8 @@ class WorkerLoop:
             if plan is None:
                 return
             self._settled = False
+            if self._scheduler.num_in_flight == 1:
+                self._step_began_s = time.monotonic()
             self._device.submit(plan)
 
     def _complete(self, output: StepOutput) -> None:
@@ -181,6 +185,7 @@ class WorkerLoop:
         except ValueError as error:
             self._fail_step(output.step_id, error)
             return
+        self._step_began_s = time.monotonic()
         more_work = self._scheduler.has_work
         self._submit_plans()
         self._meter.add(output, step, more_work=more_work)
@@ -288,7 +293,7 @@ class WorkerLoop:
         self._next_stats_s = now_s + STATS_INTERVAL_S
         if self._engine is None:
             return
-        figures = self._scheduler.stats()
+        figures, expected_ms = self._scheduler.stats(), self._scheduler.next_predicted_ms
         self._socket.send_if_room(
             Stats(
                 num_running=figures.num_running,
@@ -311,6 +316,8 @@ class WorkerLoop:
                 stall_bound_violations_total=self._meter.stall_bound_violations_total,
                 step_durations=self._meter.steps(),
                 gap_durations=self._meter.gaps(),
+                step_age_s=now_s - self._step_began_s if self._scheduler.num_in_flight else 0.0,
+                step_expected_s=None if expected_ms is None else expected_ms / 1e3,
             )
         )
         if self._scheduler.has_work:
