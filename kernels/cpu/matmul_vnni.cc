@@ -177,44 +177,35 @@ __attribute__((noinline)) void tile_low(const uint8_t* group, const int8_t* a, c
   store(acc, out);
 }
 
+// 16-bit inputs are multiplied at half the rate, so loads do not bound it: panels go one by one, which is faster.
 template <int R, int C>
 __attribute__((noinline)) void tile_q8(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups,
                                        float* out) {
   constexpr Format F = Format::kQ8;
-  const int64_t stride = groups_bytes(F, num_groups);
-  __m512 acc[C][R];
-  clear(acc);
-  for (int64_t g = 0; g < num_groups; ++g) {
-    __m512i dot[C][R];
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
+  for (int c = 0; c < C; ++c) {
+    const int16_t* inputs = a;
+    const float* row_scales = scales;
+    __m512 acc[1][R];
+    clear(acc);
+    for (int64_t g = 0; g < num_groups; ++g) {
+      __m512i dot[R];
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) dot[c][r] = _mm512_setzero_si512();
-    }
+      for (int r = 0; r < R; ++r) dot[r] = _mm512_setzero_si512();
 #pragma GCC unroll 16
-    for (int pair = 0; pair < 16; ++pair) {
-      __m512i w[C];
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) {
-        const uint8_t* from = group + c * stride + 32 * pair;
-        w[c] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-      }
+      for (int pair = 0; pair < 16; ++pair) {
+        const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + 32 * pair)));
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const __m512i x = broadcast4(a + r * kGroup + 2 * pair);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) dot[c][r] = _mm512_dpwssd_epi32(dot[c][r], w[c], x);
+        for (int r = 0; r < R; ++r) {
+          dot[r] = _mm512_dpwssd_epi32(dot[r], w, broadcast4(inputs + r * kGroup + 2 * pair));
+        }
       }
+      add_group<F, R>(acc[0], dot, group, group, row_scales, 0);
+      group += group_bytes(F);
+      inputs += R * kGroup;
+      row_scales += 2 * R;
     }
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
-      add_group<F, R>(acc[c], dot[c], group + c * stride, group + c * stride, scales, 0);
-    }
-    group += group_bytes(F);
-    a += R * kGroup;
-    scales += 2 * R;
+    store(acc, out + c * R * kPanel);
   }
-  store(acc, out);
 }
 
 template <int R, int C>
