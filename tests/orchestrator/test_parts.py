@@ -250,6 +250,7 @@ def test_health_is_red_while_a_step_takes_many_times_its_prediction(age_s: float
 FORECAST = Forecast(
     itl_target_ms=50.0,
     stall_bound_ms=60.0,
+    full_stall_bound_ms=80.0,
     chunk_rows=64,
     busy_streams=8,
     busy_chunk_rows=32,

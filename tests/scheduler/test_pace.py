@@ -62,14 +62,18 @@ def test_limits() -> None:
     assert decoding + 64 <= pace.itl_target_ms <= 200, "room for a good chunk beside all streams"
     # All streams on a full pool, and the least chunk.
     worst = MODEL.predict_ms(StepShape(16, 16, 16 * 1025, 0).plus(0, MIN_CHUNK_ROWS, True))
-    assert pace.stall_bound_ms == pytest.approx(HEADROOM * max(worst, pace.itl_target_ms))
+    assert pace.stall_bound_ms == pytest.approx(HEADROOM * pace.itl_target_ms)
+    assert pace.full_stall_bound_ms == pytest.approx(HEADROOM * max(worst, pace.itl_target_ms))
+    assert pace.wait_bound_ms(1.0) == pace.stall_bound_ms
+    assert pace.wait_bound_ms(500.0) == HEADROOM * 500.0
     tight = make_pace(MODEL, SchedulerConfig(16, 2048, 512, itl_target_ms=1.0), CACHE)
-    assert tight.stall_bound_ms == pytest.approx(HEADROOM * worst)
+    assert tight.full_stall_bound_ms == pytest.approx(HEADROOM * worst)
     quick = CostModel((1, 512), (0.1, 1.0), 0.0, 0.0, 0.0)
     assert make_pace(quick, LIMITS, CACHE).itl_target_ms == AUTO_LEAST_MS
     slow = CostModel((1, 512), (400.0, 5000.0), 0.0, 0.0, 0.0)
     assert make_pace(slow, LIMITS, CACHE).itl_target_ms > 400, "not under what decoding alone takes"
-    assert make_pace(MODEL, SchedulerConfig(16, 2048, 512, "prefill-first"), CACHE).stall_bound_ms is None
+    unbounded = make_pace(MODEL, SchedulerConfig(16, 2048, 512, "prefill-first"), CACHE)
+    assert unbounded.stall_bound_ms is unbounded.full_stall_bound_ms is unbounded.wait_bound_ms(1.0) is None
 
 
 def rig(target: float) -> Rig:

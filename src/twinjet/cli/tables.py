@@ -38,7 +38,11 @@ def forecast_facts(forecast: Forecast) -> tuple[tuple[str, str], ...]:
     def times(pairs: Sequence[tuple[int, float]], unit: str) -> str:
         return ", ".join(f"{n} {unit} {_ms(ms)}" for n, ms in pairs)
 
-    bound = "none: prompts go first" if forecast.stall_bound_ms is None else _ms(forecast.stall_bound_ms)
+    bound = "none: prompts go first"
+    if forecast.stall_bound_ms is not None and forecast.full_stall_bound_ms is not None:
+        bound = _ms(forecast.stall_bound_ms)
+        if forecast.full_stall_bound_ms > forecast.stall_bound_ms:
+            bound += f", {_ms(forecast.full_stall_bound_ms)} with all streams on a full pool"
     return (
         ("ITL target", f"{_ms(forecast.itl_target_ms)}; stall bound of running streams: {bound}"),
         (

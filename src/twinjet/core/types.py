@@ -106,7 +106,10 @@ class Forecast:
     itl_target_ms: float
     """Longest step, as predicted, while anybody decodes."""
     stall_bound_ms: float | None
-    """A running stream waits for its next token no longer than this; None: the policy lets prompts go first."""
+    """A running stream waits for its next token no longer than this, as long as decoding alone keeps to the target;
+    None: the policy lets prompts go first."""
+    full_stall_bound_ms: float | None
+    """The same with all streams on a full KV pool."""
     chunk_rows: int
     """Prompt tokens computed in a step while nobody decodes."""
     busy_streams: int

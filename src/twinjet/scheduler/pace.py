@@ -26,7 +26,7 @@ IDLE_FACTOR = 4.0
 """How much longer than the target a step may take while nobody decodes: a new request waits for it."""
 
 HEADROOM = 1.25
-"""The stall bound is this much more than what is predicted: measured steps spread by less on a quiet machine."""
+"""Stall bounds are this much more than what is predicted: steps spread by less on a quiet machine."""
 
 _BUSY_STREAMS, _BUSY_TOKENS = 8, 512
 """Streams, and tokens in each, that count as company in a forecast."""
@@ -47,8 +47,14 @@ class Pace:
     chunk_rows: int
     """Rows of a step that give as good as the best throughput."""
     stall_bound_ms: float | None
-    """No stream that is running waits longer for its next token, as long as the predictions hold; None: prompts go
+    """No running stream waits longer for its next token while decoding alone keeps to the target; None: prompts go
     before streams, so there is no such bound."""
+    full_stall_bound_ms: float | None
+    """Nor longer than this with all streams on a full pool."""
+
+    def wait_bound_ms(self, predicted_ms: float) -> float | None:
+        """How long a stream may wait for a step that was predicted so; at most `full_stall_bound_ms`."""
+        return None if self.stall_bound_ms is None else max(self.stall_bound_ms, HEADROOM * predicted_ms)
 
     def shares(
         self, shape: StepShape, starts: Sequence[int], needs: Sequence[int], divide: Divide, most: int, *, paced: bool
@@ -103,13 +109,15 @@ def make_pace(model: CostModel, limits: SchedulerConfig, cache: CacheConfig) -> 
         usual = _decodes(limits.max_streams, min(_BUSY_TOKENS, most_tokens // limits.max_streams))
         roomy_ms = model.predict_ms(usual.plus(0, chunk_rows, True))
         itl_target_ms = max(AUTO_LEAST_MS, min(roomy_ms, max(AUTO_MOST_MS, 2 * model.predict_ms(usual))))
+    bounded = limits.policy != "prefill-first"
     worst_ms = max(itl_target_ms, model.predict_ms(longest.plus(0, MIN_CHUNK_ROWS, True)))
     return Pace(
         model=model,
         itl_target_ms=itl_target_ms,
         idle_limit_ms=max(IDLE_FACTOR * itl_target_ms, model.predict_ms(_chunk(0, chunk_rows))),
         chunk_rows=chunk_rows,
-        stall_bound_ms=None if limits.policy == "prefill-first" else HEADROOM * worst_ms,
+        stall_bound_ms=HEADROOM * itl_target_ms if bounded else None,
+        full_stall_bound_ms=HEADROOM * worst_ms if bounded else None,
     )
 
 
@@ -125,6 +133,7 @@ def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
     return Forecast(
         itl_target_ms=pace.itl_target_ms,
         stall_bound_ms=pace.stall_bound_ms,
+        full_stall_bound_ms=pace.full_stall_bound_ms,
         chunk_rows=pace.chunk_rows,
         busy_streams=num_busy,
         busy_chunk_rows=_next_rows(pace, limits, company, 0, limits.token_budget),

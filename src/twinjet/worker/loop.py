@@ -148,7 +148,7 @@ class WorkerLoop:
         if measured:
             pace = make_pace(fit(measured), limits, cache)
             self._scheduler.keep_pace(pace)
-            self._meter.stall_bound_ms = pace.stall_bound_ms
+            self._meter.pace = pace
             expected = forecast(pace, limits)
         garbage.settle()
         ready = Ready(

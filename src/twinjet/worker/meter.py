@@ -6,6 +6,7 @@ By the stamps that the device thread takes as a step begins and ends.
 from bisect import bisect_left
 
 from twinjet.core.plan import StepOutput
+from twinjet.scheduler.pace import Pace
 from twinjet.scheduler.sequence import CompletedStep
 from twinjet.wire.messages import DURATION_BOUNDS_S, Durations
 
@@ -14,8 +15,8 @@ class StepMeter:
     """Takes steps in order."""
 
     def __init__(self) -> None:
-        self.stall_bound_ms: float | None = None
-        """How long a running stream may wait for its next token; None: there is no bound to watch."""
+        self.pace: Pace | None = None
+        """Whose stall bound to watch."""
         self.busy_s_total = 0.0
         self.padding_rows_total = 0
         self.predicted_s_total = 0.0
@@ -39,9 +40,15 @@ class StepMeter:
             self._gap_counts[bisect_left(DURATION_BOUNDS_S, gap_s)] += 1
             # Who decodes had its last token with the step before, at best.
             since_token_ms = (output.ended_s - self._ended_s) * 1e3
-            if step.decodes and self.stall_bound_ms is not None and since_token_ms > self.stall_bound_ms:
+            if step.decodes and self._is_over(since_token_ms, step.predicted_ms):
                 self.stall_bound_violations_total += 1
         self._ended_s = output.ended_s if more_work else None
+
+    def _is_over(self, waited_ms: float, predicted_ms: float | None) -> bool:
+        if self.pace is None or predicted_ms is None:
+            return False
+        bound_ms = self.pace.wait_bound_ms(predicted_ms)
+        return bound_ms is not None and waited_ms > bound_ms
 
     def steps(self) -> Durations:
         """Of the steps themselves."""
