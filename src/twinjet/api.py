@@ -41,7 +41,7 @@ StartProgress = Callable[[int, str, int, int], None]
 GREEDY = SamplingParams(temperature=0.0)
 DEFAULT_MAX_TOKENS = 256
 MAX_REQUESTS = 512
-"""Requests handed over at once, what the orchestrator lets wait; more wait here, as there is nobody to send away."""
+"""Requests handed over at once, and no more than the orchestrator takes; others wait here, as nobody is sent away."""
 _CLOSE_TIMEOUT_S = 30.0
 _T = TypeVar("_T")
 
@@ -111,7 +111,8 @@ class AsyncLLM:
         self._home = Path(home) if home is not None else default_home(os.environ)
         self._assembly: Assembly | None = None
         self._request_numbers = itertools.count()
-        self._room = asyncio.Semaphore(MAX_REQUESTS)
+        slots = self._options.max_streams * len(self._options.roles)
+        self._room = asyncio.Semaphore(min(MAX_REQUESTS, slots + self._options.max_waiting))
 
     async def start(self, on_progress: StartProgress | None = None) -> Self:
         """Pull and open the model, start the engines, return when they are warm.

@@ -105,3 +105,20 @@ def test_decode_first_computes_prompts_where_streams_cannot_get_on() -> None:
     rig.add(spec(1, prompt(24), 2), spec(2, prompt(3), 8))
     rig.run(2)
     rig.check_tokens()
+
+
+def test_sequences_left_out_are_counted() -> None:
+    rig = Rig(policy=POLICIES["prefill-first"](), token_budget=8, max_streams=2)
+    rig.add(spec(1, prompt(4), 6))
+    rig.plan()
+    assert rig.scheduler.stats().num_skipped == 0
+    rig.add(spec(2, prompt(16), 2), spec(3, prompt(9), 2, num_imported=8))
+    rig.plan()
+    assert rig.scheduler.stats().num_skipped == 2, "one that decodes, and one that was prefilled elsewhere"
+    rig.run()
+    rig.check_tokens()
+    balanced = Rig(token_budget=8)
+    balanced.add(spec(1, prompt(4), 6), spec(2, prompt(30), 2))
+    while balanced.schedule() is not None:
+        assert balanced.scheduler.stats().num_skipped == 0
+    balanced.run()

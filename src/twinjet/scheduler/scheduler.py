@@ -321,7 +321,8 @@ class Scheduler:
             num_waiting=len(self._waiting),
             pages_used=self._cache.num_held,
             pages_cached=self._cache.num_cached,
-            num_skipped=sum(seq.decoding and seq.last_step < self._num_scheduled - 1 for seq in self._running),
+            num_skipped=sum(seq.decoding and seq.last_step < self._num_scheduled - 1 for seq in self._running)
+            + sum(bool(seq.imports) for seq in self._waiting),
             waiting_tokens=sum(seq.num_uncomputed for queue in (self._running, self._waiting) for seq in queue),
             wasted_rows_total=self._wasted_rows_total,
             preemptions_total=self._preemptions_total,

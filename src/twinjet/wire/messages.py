@@ -184,7 +184,7 @@ class Stats(Message, frozen=True):
     waiting_tokens: int
     """Known tokens not yet computed, of running and waiting sequences."""
     num_skipped: int
-    """Sequences whose prompt is computed and that had no row in the latest plan all the same."""
+    """Sequences whose prompt is computed, here or elsewhere, and that had no row in the latest plan all the same."""
     steps_total: int
     rows_total: int
     padding_rows_total: int

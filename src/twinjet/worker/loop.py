@@ -301,7 +301,7 @@ class WorkerLoop:
                 pages_used=figures.pages_used,
                 pages_cached=figures.pages_cached,
                 waiting_tokens=figures.waiting_tokens,
-                num_skipped=figures.num_skipped,
+                num_skipped=figures.num_skipped + len(self._fetching),
                 steps_total=figures.steps_total,
                 rows_total=figures.rows_total,
                 padding_rows_total=self._meter.padding_rows_total,
