@@ -1,10 +1,18 @@
 """Whatever happens, with hardly any pages, shared or not: every sequence gets the tokens it gets alone."""
 
+from typing import get_args
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.scheduler.device import VOCAB_SIZE, Rig, alone, prompt, spec
+from twinjet.core.config import CacheConfig, PolicyName, SchedulerConfig
+from twinjet.scheduler.cost_model import CostModel
+from twinjet.scheduler.pace import make_pace
+from twinjet.scheduler.policies import POLICIES
+
+COSTS = CostModel((1, 16), (1.0, 9.0), sample_ms=0.2, single_ms=0.02, chunk_ms=0.01)
 
 
 def alike(length: int) -> tuple[int, ...]:
@@ -22,6 +30,8 @@ class RandomMoves(RuleBasedStateMachine):
         num_spare_rows=st.integers(0, 6),
         depth=st.integers(1, 4),
         prefix_cache=st.booleans(),
+        policy=st.sampled_from(get_args(PolicyName)),
+        itl_target_ms=st.sampled_from([None, 0.1, 6.0]),
     )
     def start(
         self,
@@ -31,6 +41,8 @@ class RandomMoves(RuleBasedStateMachine):
         num_spare_rows: int,
         depth: int,
         prefix_cache: bool,
+        policy: PolicyName,
+        itl_target_ms: float | None,
     ) -> None:
         self.context = 24
         self.depth = depth
@@ -43,7 +55,11 @@ class RandomMoves(RuleBasedStateMachine):
             page_size=page_size,
             num_pages=self.context // page_size + num_spare_pages,
             prefix_cache=prefix_cache,
+            policy=POLICIES[policy](),
         )
+        if itl_target_ms is not None:
+            limits = SchedulerConfig(max_streams, self.context, self.budget, policy, itl_target_ms)
+            self.rig.scheduler.keep_pace(make_pace(COSTS, limits, CacheConfig(page_size, 64, "float32")))
 
     @rule(
         num_known=st.integers(1, 23),
