@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -40,6 +41,22 @@ def test_the_start_says_what_was_decided(served: Served):
     forecast = ("ITL target", "stall bound of running streams", "TTFT, 4 streams", "128 tokens", "decode")
     for part in (*parts, *forecast):
         assert part in said, said
+
+
+def test_a_chats_next_turn_finds_the_last_one_in_the_cache(served: Served):
+    def ask(*contents: str) -> dict[str, Any]:
+        messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": c} for i, c in enumerate(contents)]
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+        return httpx.post(served.url + "/v1/chat/completions", json=body, timeout=60).json()
+
+    question = "Tell me about rivers, and lakes, and seas. " * 2
+    first = ask(question)
+    again = ask(question)
+    assert again["choices"] == first["choices"]
+    cached, whole = again["usage"]["prompt_tokens_details"]["cached_tokens"], again["usage"]["prompt_tokens"]
+    assert whole - 16 <= cached < whole
+    turn = ask(question, first["choices"][0]["message"]["content"], "And mountains?")
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
 
 
 def test_the_server_process_has_not_loaded_jax(served: Served):
