@@ -1,12 +1,13 @@
 """Speed of the CPU kernels' products by shape, type and rows, beside what this machine can do.
 
-Prints one line for each and writes a list of measurements with --json. The limits are those of two cores of AMD Zen 3
-(their sources are in the field `limits`); give others with --gops4, --gops8 and --gbps.
+The machine's limits are measured first (machine_limits/). Prints one line for each product and writes a list of
+measurements with --json.
 
-    python -m benchmarks.kernels [--threads 2] [--quick] [--json FILE]
+    python -m benchmarks.kernels [--threads 2] [--instructions AVX2] [--quick] [--json FILE]
 """
 
 import argparse
+import ctypes
 import os
 import statistics
 import time
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.machine_limits import measure_limits
 from benchmarks.provenance import report, write_json
-from twinjet.ops.cpu_library import load_library
+from tests.tiny_models import random_blocks
+from twinjet.ops.cpu_library import INSTRUCTIONS, load_library
 from twinjet.ops.cpu_pack import pack_model
 from twinjet.ops.cpu_weights import FORMATS
 from twinjet.ops.params import RawModel
@@ -24,23 +27,20 @@ from twinjet.ops.params import RawModel
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (4096, 4096), (11008, 4096))
 """(columns, inputs): SmolLM2's products, then those of a model of 7B."""
 ROWS = (1, 8, 32, 512)
-QUANTS = ("Q4_1", "Q4_0", "Q8_0")
-LIMITS = {"gops4": 400.0, "gops8": 285.0, "gbps": 20.6}
-"""Two threads: 16-bit sums of 8-bit products with scales and minima; products of 16-bit pairs; reading memory."""
+QUANTS = ("Q4_1", "Q4_0", "Q4_K", "Q5_0", "Q6_K", "Q8_0")
+
+LARGE_BYTES = 1 << 30
+"""Blocks of memory up to this size are kept by the process between calls, as a server's steady steps have them."""
 
 
 class Block:
-    """A tensor of random bytes, with harmless scales."""
+    """A tensor of random weights."""
 
     name = "w"
 
     def __init__(self, quant: str, columns: int, inputs: int) -> None:
         self.quant, self.shape = quant, (columns, inputs)
-        block = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[quant]
-        self.data = np.random.default_rng(0).integers(0, 256, (columns, inputs // 32, block), np.uint8)
-        self.data[:, :, 1] &= 0x3F
-        self.data[:, :, 3] &= 0x3F
-        self.data = self.data.reshape(columns, -1)
+        self.data = random_blocks(np.random.default_rng(0), quant, columns, inputs, inputs**-0.5)
 
     def dequantize(self) -> np.ndarray:
         raise NotImplementedError("only packed here")
@@ -59,10 +59,11 @@ class Ones:
 def measure(quant: str, columns: int, inputs: int, rows: int, quick: bool) -> dict:
     """Median and best of several runs, each of many products over enough copies to leave the caches."""
     library = load_library()
-    one = -(-columns // 16) * (inputs // 32) * FORMATS[quant].group_bytes
-    copies = max(1, min(64, (64 << 20) // one)) if rows <= 8 else 1
     tensor = Block(quant, columns, inputs)
-    params = pack_model(library, RawModel(tensor, [{"w": [tensor]}] * copies, Ones(), None), lambda done, total: None)
+    one = -(-columns // 16) * FORMATS[quant].panel_bytes(inputs)
+    copies = max(1, min(64, (64 << 20) // one)) if rows <= 8 else 1
+    raw = RawModel(tensor, [{"w": [tensor]}] * copies, Ones(), None)
+    params = pack_model(library, raw, lambda done, total: None)
     places = [place for ((_, place),) in params.places.layers]
     calls = max(copies, 1 if rows > 32 else 4)
     result = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
@@ -96,25 +97,44 @@ def measure(quant: str, columns: int, inputs: int, rows: int, quick: bool) -> di
     }
 
 
+def keep_memory() -> None:
+    """Have the C library neither map large blocks anew nor give them back, so that no page is faulted in twice."""
+    libc = ctypes.CDLL(None)
+    trim_threshold, mmap_threshold = -1, -3
+    libc.mallopt(trim_threshold, LARGE_BYTES)
+    libc.mallopt(mmap_threshold, LARGE_BYTES)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the CPU kernels' products by shape, type and rows.")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, help="default: the best that this processor has")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="write the results here, - for standard output")
-    for name, value in LIMITS.items():
-        parser.add_argument(f"--{name}", type=float, default=value, help=f"this machine's limit (default {value})")
     arguments = parser.parse_args()
     load_average = os.getloadavg()[0]
-    load_library().set_threads(arguments.threads)
+    keep_memory()
+    library = load_library()
+    library.set_threads(arguments.threads)
+    if arguments.instructions and not library.use_instructions(arguments.instructions):
+        parser.error(f"this processor has no {arguments.instructions}")
+    limits = measure_limits(arguments.threads, library.instructions)
+    print(
+        f"{limits.threads} threads, {limits.instructions}: {limits.gbps:.1f} GB/s, "
+        f"{limits.int8_gops:.0f} GOP/s with 8 bits, {limits.int16_gops:.0f} with 16",
+        flush=True,
+    )
     results = []
     for quant in QUANTS:
-        compute = arguments.gops8 if quant == "Q8_0" else arguments.gops4
+        compute = limits.int16_gops if quant == "Q8_0" else limits.int8_gops
         for columns, inputs in SHAPES[:4] if arguments.quick else SHAPES:
+            if quant.endswith("_K") and inputs % 256:
+                continue
             for rows in ROWS:
                 one = measure(quant, columns, inputs, rows, arguments.quick)
                 # What bounds it: reading the weights once, or multiplying them.
                 bytes_per_op = one["gbps"] / one["gops"]
-                bound = min(compute, arguments.gbps / bytes_per_op)
+                bound = min(compute, limits.gbps / bytes_per_op)
                 one["percent_of_limit"] = 100 * one["gops"] / bound
                 results.append(one)
                 print(
@@ -124,8 +144,7 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.json:
-        limits = {name: getattr(arguments, name) for name in LIMITS}
-        figures = {"threads": arguments.threads, "limits": limits, "runs": results}
+        figures = {"limits": limits.as_dict(), "runs": results}
         write_json(arguments.json, report("kernels", load_average, figures))
 
 
