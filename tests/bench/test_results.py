@@ -10,6 +10,7 @@ from tests.bench.markdown import parse_markdown
 from twinjet.bench import plot
 from twinjet.bench.findings import compare_prefill, findings
 from twinjet.bench.plot import check_plot, write_plot
+from twinjet.bench.results import Result, Sample
 from twinjet.bench.suite import Kind
 from twinjet.bench.table import HEADER, markdown_table
 from twinjet.core.errors import ConfigError
@@ -24,6 +25,13 @@ def test_rates_are_of_one_stream_and_of_all():
     assert found.throughput_std == pytest.approx(statistics.stdev([400.0, 440.0]))
     assert found.wall_throughput == pytest.approx(210.0)
     assert found.peak_mib == pytest.approx(100.0)
+
+
+def test_the_kernels_share_is_told_where_every_repetition_has_it():
+    test = result("tg", 128, 1, 100.0).test
+    told, not_told = Sample(128, 1.0, 1.25, kernel_s=1.0), Sample(128, 1.0, 1.25)
+    assert Result(test, "m", "b", (told, told), None).kernel_share == pytest.approx(0.8)
+    assert Result(test, "m", "b", (told, not_told), None).kernel_share is None
 
 
 def test_one_repetition_has_no_spread():
@@ -43,6 +51,7 @@ def test_a_record_has_all_figures():
         "throughput_tokens_per_s": pytest.approx(900.0),
         "wall_tokens_per_s": pytest.approx(450.0),
         "peak_mib": None,
+        "kernel_share": None,
         "samples_tokens_per_s": pytest.approx([400.0, 500.0]),
     }
 

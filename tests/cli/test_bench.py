@@ -50,6 +50,7 @@ def test_it_prints_a_table_and_writes_files(home: Path, tiny: str, tmp_path: Pat
         assert record["throughput_tokens_per_s"] == pytest.approx(record["tokens_per_s"] * record["concurrency"])
         assert 0 < record["wall_tokens_per_s"] <= record["throughput_tokens_per_s"] * 1.05
         assert record["peak_mib"] is None or record["peak_mib"] > 50
+        assert record["kernel_share"] is None or 0 < record["kernel_share"] < 1
 
 
 def test_a_dash_writes_the_file_to_standard_output_and_nothing_else(home: Path, tiny: str):

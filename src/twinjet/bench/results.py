@@ -16,6 +16,8 @@ class Sample:
     """Sum of its steps' times on the device."""
     wall_s: float
     """From its start to its last token on the host: steps, and what lies between them."""
+    kernel_s: float | None = None
+    """Of that, time in the device's kernels; None: not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,12 @@ class Result:
         return statistics.fmean(sample.num_tokens / sample.wall_s for sample in self.samples)
 
     @property
+    def kernel_share(self) -> float | None:
+        """Part of the wall clock in which kernels ran; None: not told."""
+        shares = [sample.kernel_s / sample.wall_s for sample in self.samples if sample.kernel_s is not None]
+        return statistics.fmean(shares) if len(shares) == len(self.samples) else None
+
+    @property
     def peak_mib(self) -> float | None:
         return None if self.peak_bytes is None else self.peak_bytes / (1 << 20)
 
@@ -82,6 +90,7 @@ class Result:
             "throughput_tokens_per_s": self.throughput,
             "wall_tokens_per_s": self.wall_throughput,
             "peak_mib": self.peak_mib,
+            "kernel_share": self.kernel_share,
             "samples_tokens_per_s": self.stream_rates,
         }
 

@@ -40,6 +40,15 @@ class Phase:
     device_s: float = 0.0
     """Sum of the steps' own times."""
     wall_s: float = 0.0
+    kernel_s: float | None = 0.0
+    """Time in the device's kernels; None where the device does not tell."""
+
+    def add(self, output: StepOutput, num_rows: int) -> None:
+        self.num_steps += 1
+        self.num_rows += num_rows
+        self.device_s += output.ended_s - output.started_s
+        if self.kernel_s is not None:
+            self.kernel_s = None if output.kernel_s is None else self.kernel_s + output.kernel_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +113,7 @@ class Rig:
             self._submit_plans()
             phase = prefill if without_token else decode
             without_token.difference_update(emission.sequence_id for emission in emissions)
-            phase.num_steps += 1
-            phase.num_rows += self._planned_rows.pop(output.step_id)
-            phase.device_s += output.ended_s - output.started_s
+            phase.add(output, self._planned_rows.pop(output.step_id))
             phase.wall_s = time.monotonic() - began_s
             if phase is prefill and not without_token:
                 began_s = output.ended_s

@@ -109,7 +109,7 @@ class Bench:
         phase = timing.prefill if test.kind == "pp" else timing.decode
         if phase.num_rows != test.total_tokens:
             raise RuntimeError(f"{test} computed {phase.num_rows} tokens in its time, not {test.total_tokens}")
-        return Sample(phase.num_rows, phase.device_s, phase.wall_s)
+        return Sample(phase.num_rows, phase.device_s, phase.wall_s, phase.kernel_s)
 
     def _sequence(self, test: BenchTest) -> SequenceSpec:
         """Without stop tokens, so that it runs to its length; sampled as a request that says nothing of sampling."""
