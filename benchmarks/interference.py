@@ -25,6 +25,9 @@ from twinjet.options import EngineOptions
 BEFORE_S = 2.0
 """Streams run alone for so long."""
 
+STREAM_TOKENS = 700
+"""Tokens of a stream at most: with `decode-first` the long prompts wait for them."""
+
 
 @dataclass
 class Stream:
@@ -60,7 +63,7 @@ async def measure(
         alone = Stream(time.monotonic())
         await run(llm, prompt(prompt_tokens), 1, alone)
         streams = [Stream(time.monotonic()) for _ in range(num_streams)]
-        room = info.context - 200
+        room = min(STREAM_TOKENS, info.context - 200)
         decoding = [asyncio.create_task(run(llm, prompt(100), room, stream)) for stream in streams]
         await asyncio.sleep(BEFORE_S)
         began_s = time.monotonic()

@@ -7,7 +7,7 @@ token. Sharing pages is right exactly where the whole prefix and its salt are th
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -120,6 +120,8 @@ class FakeDevice:
         """Filled by who adds sequences: what their prompts and salts are."""
         self.failed_ids: set[int] = set()
         """Sequences that failed with a step, or read what one of these left unwritten: nobody may get their tokens."""
+        self.step_s: Callable[[Plan], float] = lambda plan: 0.0
+        """How long a step takes, by its stamps."""
         self._histories: dict[tuple[object, int], int] = {}
 
     def step(self, plan: Plan) -> StepOutput:
@@ -163,6 +165,7 @@ class FakeDevice:
             top_ids=tokens[:, None] + top[None, :].astype(np.int32) if asked else None,
             top_logprobs=np.tile(top * np.float32(-1.0), (len(sampled), 1)) if asked else None,
             exports=tuple(self._export(export) for export in plan.exports),
+            ended_s=self.step_s(plan),
         )
 
     def fail(self, plan: Plan) -> None:

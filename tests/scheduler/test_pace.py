@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from tests.scheduler.device import Rig, prompt, spec
 from twinjet.core.config import CacheConfig, SchedulerConfig
+from twinjet.core.plan import Plan
 from twinjet.scheduler.cost_model import NOTHING, CostModel, StepShape
-from twinjet.scheduler.pace import AUTO_LEAST_MS, HEADROOM, MIN_CHUNK_ROWS, Pace, forecast, make_pace
+from twinjet.scheduler.pace import AUTO_LEAST_MS, HEADROOM, MIN_CHUNK_ROWS, Drift, Pace, forecast, make_pace
 from twinjet.scheduler.policies import BalancedPolicy
 
 # 20 ms, and 1 ms a row up to 64 rows, then 2 ms a row: 64 rows are the optimum.
@@ -137,3 +138,36 @@ def test_forecast() -> None:
     assert told.decode_tokens_s == pytest.approx(16e3 / told.itl_ms[-1][1])
     small = forecast(make_pace(MODEL, SchedulerConfig(2, 32, 8), CACHE), SchedulerConfig(2, 32, 8))
     assert [n for n, _ in small.ttft_ms] == [31]
+
+
+def plan_ms(plan: Plan) -> float:
+    shape = NOTHING
+    for work in plan.work:
+        shape = shape.plus(work.start, work.num_tokens, work.samples)
+    return MODEL.predict_ms(shape)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_predictions_follow_what_steps_take(factor: float) -> None:
+    """A machine that is twice as fast or slow as when it was measured: the target holds for what steps take."""
+    r = rig(90.0)
+    r.device.step_s = lambda plan: factor * plan_ms(plan) / 1e3
+    r.add(spec(1, prompt(5), 490), spec(2, prompt(9), 480))
+    for _ in range(100):
+        r.plan()
+        r.complete()
+    assert r.scheduler.stats().cost_drift == pytest.approx(factor, rel=0.02)
+    r.add(spec(3, prompt(400), 3))
+    steps = [factor * plan_ms(r.plan()) for _ in range(3)]
+    assert 80 < min(steps) <= max(steps) < 92
+    predicted = [r.complete().predicted_ms for _ in range(3)]
+    assert predicted == pytest.approx(steps, rel=0.02)
+
+
+def test_one_odd_step_moves_little() -> None:
+    drift = Drift()
+    drift.add(1e6, 1.0)
+    assert 1.05 < drift.factor < 1.08
+    for _ in range(1000):
+        drift.add(1e6, 1.0)
+    assert drift.factor == pytest.approx(4)

@@ -222,6 +222,7 @@ class FakeOrchestrator:
             prefix_hits_total=47,
             prefix_evictions_total=53,
             num_skipped=1,
+            cost_drift=1.5,
             busy_s_total=1.5,
             predicted_s_total=1.25,
             stall_bound_violations_total=59,

@@ -122,6 +122,7 @@ def test_metrics():
         "preemptions_total|0": 23,
         "prefix_cache_pages|0": 6,
         "prefilled_not_decoding|0": 1,
+        "cost_drift|0": 1.5,
         "busy_seconds_total|0": 1.5,
         "predicted_seconds_total|0": 1.25,
         "stall_bound_violations_total|0": 59,

@@ -37,7 +37,10 @@ class StepDraft:
     """What became of cached pages, in order."""
     shape: StepShape = NOTHING
     """Of all rows so far."""
+    modelled_ms: float | None = None
+    """How long it takes, by the cost model alone; None without one."""
     predicted_ms: float | None = None
+    """The same, as steps of late compare with the model."""
 
 
 def check_output(step: StepDraft, output: StepOutput) -> None:

@@ -28,11 +28,27 @@ IDLE_FACTOR = 4.0
 HEADROOM = 1.25
 """Stall bounds are this much more than what is predicted: steps spread by less on a quiet machine."""
 
+_MOST_DRIFT, _DRIFT_SHARE = 4.0, 0.05
+"""Limits of a ratio, and how much of it each step brings in."""
+
 _BUSY_STREAMS, _BUSY_TOKENS = 8, 512
 """Streams, and tokens in each, that count as company in a forecast."""
 
 Divide = Callable[[int], list[int]]
 """Rows in all -> rows of each prompt."""
+
+
+class Drift:
+    """How steps of late compare with the model, which was measured at one moment, perhaps a busy one."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        """Actual over modelled time."""
+
+    def add(self, actual_ms: float, modelled_ms: float) -> None:
+        """One step. The factor follows within some twenty; a single step moves it by 7% at most."""
+        ratio = min(max(actual_ms / modelled_ms, 1 / _MOST_DRIFT), _MOST_DRIFT)
+        self.factor *= (ratio / self.factor) ** _DRIFT_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +73,15 @@ class Pace:
         return None if self.stall_bound_ms is None else max(self.stall_bound_ms, HEADROOM * predicted_ms)
 
     def shares(
-        self, shape: StepShape, starts: Sequence[int], needs: Sequence[int], divide: Divide, most: int, *, paced: bool
+        self,
+        shape: StepShape,
+        starts: Sequence[int],
+        needs: Sequence[int],
+        divide: Divide,
+        most: int,
+        *,
+        paced: bool,
+        drift: float = 1.0,
     ) -> list[int]:
         """Rows of each prompt in a step that has `shape` already.
 
@@ -67,8 +91,9 @@ class Pace:
             divide: the policy's division of a number of rows.
             most: rows that there may be at most.
             paced: somebody decodes.
+            drift: how much longer steps take than the model says.
         """
-        limit_ms = self.itl_target_ms if paced else self.idle_limit_ms
+        limit_ms = (self.itl_target_ms if paced else self.idle_limit_ms) / drift
         if not paced:
             most = min(most, max(self.chunk_rows - shape.rows, 0))
 

@@ -31,7 +31,7 @@ from twinjet.core.plan import PageExport, PageGrant, PageImport, Plan, SequenceW
 from twinjet.scheduler.admission import WaitingQueue
 from twinjet.scheduler.draft import StepDraft, check_output, token_logprobs
 from twinjet.scheduler.integrity import check_sequences
-from twinjet.scheduler.pace import Pace
+from twinjet.scheduler.pace import Drift, Pace
 from twinjet.scheduler.pages import PageAllocator
 from twinjet.scheduler.policies import POLICIES, Policy
 from twinjet.scheduler.prefix_cache import PageKeys, PrefixCache
@@ -53,6 +53,7 @@ class Scheduler:
         self._page_size = cache.page_size
         self._policy: Policy = policy or POLICIES[config.policy]()
         self._pace: Pace | None = None
+        self._drift = Drift()
         self._cache_config = cache
         self._cache = PrefixCache(PageAllocator(cache.num_pages))
         self._prefixes = PrefixSharing(self._cache, cache.page_size)
@@ -114,7 +115,8 @@ class Scheduler:
         if not draft.work:
             return None
         if self._pace is not None:
-            draft.predicted_ms = self._pace.model.predict_ms(draft.shape)
+            draft.modelled_ms = self._pace.model.predict_ms(draft.shape)
+            draft.predicted_ms = self._drift.factor * draft.modelled_ms
         for seq in draft.leaving:
             self._release(seq)
         self._num_scheduled += 1
@@ -156,6 +158,7 @@ class Scheduler:
                     lambda rows, needs=needs: self._policy.divide(rows, needs, now_s),
                     num_rows,
                     paced=paced,
+                    drift=self._drift.factor,
                 )
             for (seq, _), share in zip(prompts, shares, strict=True):
                 if share:
@@ -250,6 +253,8 @@ class Scheduler:
         self._in_flight.popleft()
         self._steps_total += 1
         self._rows_total += step.shape.rows
+        if step.modelled_ms and output.ended_s > output.started_s:
+            self._drift.add((output.ended_s - output.started_s) * 1e3, step.modelled_ms)
         for work, seq in zip(step.work, step.members, strict=True):
             if seq.ended:
                 self._wasted_rows_total += work.num_tokens
@@ -323,6 +328,7 @@ class Scheduler:
             pages_cached=self._cache.num_cached,
             num_skipped=sum(seq.decoding and seq.last_step < self._num_scheduled - 1 for seq in self._running)
             + sum(bool(seq.imports) for seq in self._waiting),
+            cost_drift=self._drift.factor,
             waiting_tokens=sum(seq.num_uncomputed for queue in (self._running, self._waiting) for seq in queue),
             wasted_rows_total=self._wasted_rows_total,
             preemptions_total=self._preemptions_total,

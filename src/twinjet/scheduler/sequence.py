@@ -81,6 +81,7 @@ class SchedulerStats:
     pages_cached: int
     waiting_tokens: int
     num_skipped: int
+    cost_drift: float
     wasted_rows_total: int
     preemptions_total: int
     prefix_queries_total: int

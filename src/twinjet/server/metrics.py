@@ -24,6 +24,7 @@ _E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120
 
 _ENGINE_GAUGES = (
     ("prefix_cache_pages", "pages_cached", "Pages in the prefix cache, in use or not."),
+    ("cost_drift", "cost_drift", "Time of the latest steps over what was measured at start."),
     (
         "prefilled_not_decoding",
         "num_skipped",

@@ -185,6 +185,8 @@ class Stats(Message, frozen=True):
     """Known tokens not yet computed, of running and waiting sequences."""
     num_skipped: int
     """Sequences whose prompt is computed, here or elsewhere, and that had no row in the latest plan all the same."""
+    cost_drift: float
+    """Time that steps of late took, over what the cost model that was measured at start says."""
     steps_total: int
     rows_total: int
     padding_rows_total: int

@@ -301,6 +301,7 @@ class WorkerLoop:
                 pages_used=figures.pages_used,
                 pages_cached=figures.pages_cached,
                 waiting_tokens=figures.waiting_tokens,
+                cost_drift=figures.cost_drift,
                 num_skipped=figures.num_skipped + len(self._fetching),
                 steps_total=figures.steps_total,
                 rows_total=figures.rows_total,
