@@ -1,9 +1,13 @@
 import asyncio
 
+import pytest
+
 from tests.fakes import FakeEngine, expected_tokens
 from tests.worker.harness import Server, fake_config, submit, thread_worker
+from twinjet.core.config import EngineConfig
 from twinjet.core.plan import Plan, StepOutput
 from twinjet.scheduler.cost_model import StepShape, fit
+from twinjet.scheduler.pace import forecast, make_pace
 from twinjet.wire.messages import Stats
 from twinjet.worker.calibrate import measure_steps
 
@@ -20,9 +24,7 @@ class Recorder(FakeEngine):
         return super().step(plan)
 
 
-def test_plans_are_within_the_engine_and_tell_its_costs() -> None:
-    engine, config = Recorder(), fake_config(calibration_s=0.3)
-    model = fit(measure_steps(engine, config))
+def check_plans(engine: Recorder, config: EngineConfig) -> None:
     for plan in engine.plans:
         assert plan.num_rows <= config.scheduler.token_budget
         pages = [page_id for grant in plan.grants for page_id in grant.page_ids]
@@ -30,11 +32,41 @@ def test_plans_are_within_the_engine_and_tell_its_costs() -> None:
         assert max(pages) < config.cache.num_pages
         assert len({work.slot for work in plan.work}) == len(plan.work) <= config.scheduler.max_streams
         held = {grant.slot: len(grant.page_ids) * config.cache.page_size for grant in plan.grants}
-        assert all(work.start + work.num_tokens <= held[work.slot] <= config.scheduler.context for work in plan.work)
+        for work in plan.work:
+            assert work.start >= 0
+            assert work.start + work.num_tokens <= min(held[work.slot], config.scheduler.context)
+
+
+def test_plans_tell_an_engines_costs() -> None:
+    engine, config = Recorder(), fake_config(calibration_s=0.3)
+    model = fit(measure_steps(engine, config))
+    check_plans(engine, config)
     assert max(plan.num_rows for plan in engine.plans) == config.scheduler.token_budget
     # Sleeping takes longer than asked, on a busy machine much longer.
     assert 1 < model.predict_ms(StepShape(1, 1, 1, 0)) < 3
     assert 2.5 < model.predict_ms(StepShape(32, 1, 0, 500)) < 5
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "page_size", "context", "max_streams", "token_budget"),
+    [(1, 2, 2, 1, 1), (4, 8, 32, 8, 8), (3, 8, 20, 16, 64), (100, 16, 1600, 2, 512), (5000, 16, 40_000, 64, 2048)],
+)
+def test_plans_fit_any_engine(
+    num_pages: int, page_size: int, context: int, max_streams: int, token_budget: int
+) -> None:
+    engine = Recorder()
+    engine.step_time_s = engine.row_time_s = 0.0
+    config = fake_config(
+        num_pages=num_pages,
+        page_size=page_size,
+        context=context,
+        max_streams=max_streams,
+        token_budget=token_budget,
+        calibration_s=0.02,
+    )
+    pace = make_pace(fit(measure_steps(engine, config)), config.scheduler, config.cache)
+    check_plans(engine, config)
+    assert forecast(pace, config.scheduler).decode_tokens_s > 0
 
 
 def test_a_slow_engine_is_measured_for_no_longer_than_it_must() -> None:

@@ -53,7 +53,7 @@ def _kinds(config: EngineConfig) -> list[Sequences]:
     limits, page_size = config.scheduler, config.cache.page_size
     most_rows = min(limits.token_budget, limits.context - 1)
     pool = config.cache.num_pages * page_size
-    streams = min(MAX_STREAMS, limits.max_streams)
+    streams = min(MAX_STREAMS, limits.max_streams, config.cache.num_pages)
     far = min(LONG_TOKENS, limits.context // 2)
     # A sequence's own pages each, so that none is read from the processor's cache for another.
     far_each = min(far, pool // streams - page_size)
