@@ -84,7 +84,7 @@ for pid in ${running[@]+"${running[@]}"}; do
 done
 [ -z "$failed" ] || without "the compiler failed, see above"
 # The linker keeps one copy of a function that several files hold, and that must not be one with rarer instructions.
-if nm -C "$objects"/*_vnni.o | grep -v -E "asan|ubsan" | grep ' [WVu] '; then
+if nm -C "$objects"/*_vnni.o | grep -v -E "asan|ubsan|DW\.ref\." | grep ' [WVu] '; then
     echo "kernels: these functions of a *_vnni.cc may replace those of other files: make them internal or inline" >&2
     exit 1
 fi
