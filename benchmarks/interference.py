@@ -15,7 +15,7 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from statistics import median
-from typing import get_args
+from typing import Any, get_args
 
 from benchmarks.provenance import report, write_json
 from twinjet import AsyncLLM
@@ -49,7 +49,7 @@ async def run(llm: AsyncLLM, prompt: list[int], max_tokens: int, stream: Stream)
 
 async def measure(
     model: str, policy: PolicyName, itl_target_ms: float | None, num_streams: int, num_prompts: int, prompt_tokens: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Figures of one policy, in milliseconds and seconds."""
     rng = random.Random(0)
     options = EngineOptions(paced=True, policy=policy, itl_target_ms=itl_target_ms, max_streams=16)
@@ -105,6 +105,25 @@ async def measure(
     }
 
 
+def write_plot(results: list[dict[str, Any]], path: str) -> None:
+    """One panel for each policy: each gap of the first stream, over time since the long prompts came."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 2.2 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, result in zip(panels, results, strict=True):
+        times, gaps = zip(*result["itl_over_time"], strict=True)
+        axes.semilogy(times, gaps, ".", markersize=3)
+        for ttft_s in result["long_ttft_s"]:
+            axes.axvline(ttft_s, color="tab:green", linewidth=0.8)
+        if result["stall_bound_ms"] is not None:
+            axes.axhline(result["stall_bound_ms"], color="tab:red", linewidth=0.8)
+        axes.set_title(result["policy"], loc="left", fontsize="medium")
+        axes.set_ylabel("ITL, ms")
+    panels[-1].set_xlabel("seconds since the long prompts came; green: their first tokens, red: the stall bound")
+    figure.savefig(path, dpi=110)
+
+
 async def latest_stats(llm: AsyncLLM) -> tuple[int, int, float]:
     """(stall bound violations, steps, predicted by actual time of the steps) of the engine."""
     await asyncio.sleep(1.0)
@@ -123,6 +142,7 @@ def main() -> None:
     parser.add_argument("--itl-target", type=float)
     parser.add_argument("--policies", default=",".join(get_args(PolicyName)))
     parser.add_argument("--json", metavar="FILE", help="write the results here, - for standard output")
+    parser.add_argument("--plot", metavar="FILE", help="draw the gaps over time, as .svg or .png")
     args = parser.parse_args()
     load_average = os.getloadavg()[0]
     results = []
@@ -133,8 +153,10 @@ def main() -> None:
         results.append(figures)
         print({name: value for name, value in figures.items() if name != "itl_over_time"}, flush=True)
     if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
         write_json(args.json, report("interference", load_average, {"settings": settings, "results": results}))
+    if args.plot:
+        write_plot(results, args.plot)
 
 
 if __name__ == "__main__":
