@@ -10,7 +10,7 @@ namespace twinjet {
 namespace {
 
 constexpr int64_t kBlock = 64;     // tokens per step of the running softmax
-constexpr int64_t kSegment = 256;  // tokens that start from nothing: what one thread takes of a decoding row
+constexpr int64_t kSegment = 128;  // tokens that start from nothing: what one thread takes of a decoding row
 constexpr int64_t kParts = kBlock / kKVTokens;
 constexpr float kNegative = -1e30f;  // stands for minus infinity: it survives the subtraction of itself
 

@@ -71,10 +71,14 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
   for (; i < n; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
-// Elements that are worth a thread's waking.
-constexpr int64_t kGrainElements = 8192;
+// Elements that are worth claiming a task, and as many as a task has at most.
+constexpr int64_t kLeastElements = 1024, kMostElements = 8192;
 
-int64_t row_grain(int64_t width) { return std::max<int64_t>(1, kGrainElements / width); }
+// Rows of a task: shared evenly, where they are few.
+int64_t row_grain(const KernelScope& scope, int64_t num_rows, int64_t width) {
+  const int64_t even = (num_rows + scope.pool().num_threads() - 1) / scope.pool().num_threads();
+  return std::clamp<int64_t>(even, std::max<int64_t>(1, kLeastElements / width), std::max<int64_t>(1, kMostElements / width));
+}
 
 // out = a + b for up to 16 columns.
 TWINJET_INLINE void add_columns(const float* a, const float* b, int64_t count, float* out) {
@@ -91,7 +95,7 @@ template <class RowAt>
 void set_rows(const KernelScope& scope, const Activations& acts, RowAt&& row_at, const float* weight, float eps) {
   const int64_t D = acts.num_inputs;
   float* normed = scope.scratch().take<float>(scope.pool().num_threads() * D);
-  scope.for_ranges(acts.plan.num_rows, row_grain(D), [&](int64_t begin, int64_t end, int thread) {
+  scope.for_ranges(acts.plan.num_rows, row_grain(scope, acts.plan.num_rows, D), [&](int64_t begin, int64_t end, int thread) {
     for (int64_t row = begin; row < end; ++row) {
       const float* x = row_at(row);
       if (weight != nullptr) {
@@ -120,7 +124,7 @@ void product_add(const KernelScope& scope, const Matrix& matrix, const Activatio
   multiply(scope, matrix, acts, [&](int64_t column, int64_t count, int64_t first, int64_t n, const float* tile) {
     for (int64_t r = 0; r < n; ++r) std::memcpy(product + (first + r) * D + column, tile + r * kPanel, count * 4);
   });
-  scope.for_ranges(rows, row_grain(D), [&](int64_t begin, int64_t end, int) {
+  scope.for_ranges(rows, row_grain(scope, rows, D), [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
       float* y = product + row * D;
       rms_norm(y, post_norm, D, eps, y);
@@ -196,7 +200,7 @@ ffi::Error qkv(F32Buffer x, BytesBuffer blob, ffi::AnyBuffer pool, I32Buffer pac
 
   const float* q_weight = floats_at(blob, q_norm);
   const float* k_weight = floats_at(blob, k_norm);
-  scope.for_ranges(rows, row_grain((N + 2 * K) * H), [&](int64_t begin, int64_t end, int) {
+  scope.for_ranges(rows, row_grain(scope, rows, (N + 2 * K) * H), [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
       const float* table = rope.typed_data() + row * 2 * rope_dims;
       for (int64_t head = 0; head < N + K; ++head) {
@@ -319,7 +323,7 @@ ffi::Error embed(BytesBuffer blob, I32Buffer packed, I32Buffer last_token, Resul
   const StepView step(packed.typed_data(), T, B, MP);
   const int64_t D = matrix.num_inputs;
   const Segment& table = matrix.segments[0];
-  scope.for_ranges(step.num_rows(), row_grain(D), [&](int64_t begin, int64_t end, int) {
+  scope.for_ranges(step.num_rows(), row_grain(scope, step.num_rows(), D), [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
       int64_t token = step.token_id(row);
       if (token < 0) token = last_token.typed_data()[step.slot(row)];
@@ -338,7 +342,7 @@ ffi::Error rope(I32Buffer packed, ResultF32 out, int64_t T, int64_t B, int64_t M
   KernelScope scope;
   const StepView step(packed.typed_data(), T, B, MP);
   const int64_t half = static_cast<int64_t>(frequencies.size()), dims = 2 * half;
-  scope.for_ranges(step.num_rows(), row_grain(16 * dims), [&](int64_t begin, int64_t end, int) {
+  scope.for_ranges(step.num_rows(), row_grain(scope, step.num_rows(), 16 * dims), [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
       float* cos = out->typed_data() + row * 2 * dims;
       float* sin = cos + dims;
