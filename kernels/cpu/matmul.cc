@@ -39,52 +39,36 @@ Activations::Activations(const KernelScope& scope, const Matrix& matrix, int64_t
     : plan(num_rows), num_inputs(matrix.num_inputs), num_groups((matrix.num_inputs + kGroup - 1) / kGroup) {
   const int64_t groups = num_rows * num_groups;
   if (matrix.needs(Activation::kInt8)) {
-    int8_ = scope.scratch().take<int8_t>(groups * kGroup);
-    scales8_ = scope.scratch().take<float>(groups * 2);
+    integers_ = scope.scratch().take<int8_t>(groups * kGroup);
+    scales_ = scope.scratch().take<float>(groups * 2);
+    offsets_ = scope.scratch().take<int32_t>(groups * 4);
   }
-  if (matrix.needs(Activation::kInt16)) {
-    int16_ = scope.scratch().take<int16_t>(groups * kGroup);
-    scales16_ = scope.scratch().take<float>(groups * 2);
-  }
-  if (matrix.needs(Activation::kFloat)) float_ = scope.scratch().take<float>(groups * kGroup);
+  if (matrix.needs(Activation::kFloat)) floats_ = scope.scratch().take<float>(groups * kGroup);
 }
 
 void Activations::set_group(int64_t tile, int64_t r, int64_t group, const float* values) const {
   const int64_t at = plan.first_row(tile) * num_groups + group * plan.rows(tile) + r;
   __m256 v[4];
   for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(values + 8 * i);
-  if (float_ != nullptr) {
-    for (int i = 0; i < 4; ++i) _mm256_storeu_ps(float_ + at * kGroup + 8 * i, v[i]);
+  if (floats_ != nullptr) {
+    for (int i = 0; i < 4; ++i) _mm256_storeu_ps(floats_ + at * kGroup + 8 * i, v[i]);
   }
-  if (int8_ == nullptr && int16_ == nullptr) return;
+  if (integers_ == nullptr) return;
   const float peak = largest(v);
   const bool vanishes = peak < kVanishing;
-  if (int8_ != nullptr) {
-    const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 127.0f / peak);
-    __m256i q[4];
-    for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-    const int32_t sum = sum8(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])));
-    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-    // Packing works within 128-bit lanes: put the eight runs of four back in order.
-    const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(int8_ + at * kGroup), ordered);
-    const float scale = vanishes ? 0.0f : peak / 127.0f;
-    scales8_[2 * at] = scale;
-    scales8_[2 * at + 1] = scale * static_cast<float>(sum);
-  }
-  if (int16_ != nullptr) {
-    const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 32767.0f / peak);
-    __m256i q[4];
-    for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-    const int32_t sum = sum8(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])));
-    for (int i = 0; i < 4; i += 2) {
-      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[i], q[i + 1]), 0xD8);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(int16_ + at * kGroup + 8 * i), packed);
-    }
-    const float scale = vanishes ? 0.0f : peak / 32767.0f;
-    scales16_[2 * at] = scale;
-    scales16_[2 * at + 1] = scale * static_cast<float>(sum);
-  }
+  const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 127.0f / peak);
+  __m256i q[4];
+  for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+  const int32_t first = sum8(_mm256_add_epi32(q[0], q[1])), second = sum8(_mm256_add_epi32(q[2], q[3]));
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  // Packing works within 128-bit lanes: put the eight runs of four back in order.
+  const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(integers_ + at * kGroup), ordered);
+  const float scale = vanishes ? 0.0f : peak / 127.0f;
+  scales_[2 * at] = scale;
+  scales_[2 * at + 1] = scale * static_cast<float>(first + second);
+  const __m128i offsets = _mm_setr_epi32(32 * first, 32 * second, 128 * (first + second), 0);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(offsets_ + 4 * at), offsets);
 }
 
 void Activations::set_row(int64_t row, const float* values) const {

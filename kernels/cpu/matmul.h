@@ -49,8 +49,8 @@ class Activations {
   // Where a tile's rows are; null where the matrix does not need the kind.
   TileInputs tile(int64_t tile) const {
     const int64_t at = plan.first_row(tile) * num_groups;
-    return {at_group(int8_, at, kGroup), at_group(scales8_, at, 2), at_group(int16_, at, kGroup),
-            at_group(scales16_, at, 2), at_group(float_, at, kGroup)};
+    return {at_group(integers_, at, kGroup), at_group(scales_, at, 2), at_group(offsets_, at, 4),
+            at_group(floats_, at, kGroup)};
   }
 
  private:
@@ -59,11 +59,10 @@ class Activations {
     return first == nullptr ? nullptr : first + group * size;
   }
 
-  int8_t* int8_ = nullptr;
-  int16_t* int16_ = nullptr;
-  float* float_ = nullptr;
-  float* scales8_ = nullptr;
-  float* scales16_ = nullptr;
+  int8_t* integers_ = nullptr;
+  float* scales_ = nullptr;
+  int32_t* offsets_ = nullptr;
+  float* floats_ = nullptr;
 };
 
 // out [num_panels, R, 16] = one tile times up to kTilePanels panels.

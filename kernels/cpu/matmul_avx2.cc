@@ -96,9 +96,11 @@ TWINJET_INLINE void clear(__m256i (&dot)[R][2]) {
   for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
 }
 
-// 32 unsigned weights of a step and half: the same 64 bytes twice for low nibbles and, four steps on, the high ones.
+// 32 weights of a step and half, unsigned but for 8 bits. Of fewer bits the same 64 bytes serve twice: for low nibbles and,
+// four steps on, for the high ones.
 template <Format F>
 TWINJET_INLINE __m256i unpack(const uint8_t* group, int step, int half) {
+  if constexpr (F == Format::kQ8) return load(group + step * 64 + half * 32);
   __m256i w = load(group + (step & 3) * 64 + half * 32);
   if (step >= 4) w = _mm256_srli_epi16(w, 4);
   w = _mm256_and_si256(w, _mm256_set1_epi8(15));
@@ -117,22 +119,33 @@ TWINJET_INLINE __m256i unpack(const uint8_t* group, int step, int half) {
   return w;
 }
 
-// dot += weights of a step times four inputs of each row, in 16 bits. Six-bit weights less 32 are signed, so their
-// signs go to the inputs.
+// dot += weights of a step times four inputs of each row, in 16 bits, or in 32 with 8-bit weights. Signed weights (6 bits
+// less 32, and 8 bits) are multiplied without their signs, which go to the inputs.
 template <Format F, int R>
 TWINJET_INLINE void add_step(__m256i (&dot)[R][2], const uint8_t* group, const int8_t* a, int step) {
   __m256i w0 = unpack<F>(group, step, 0), w1 = unpack<F>(group, step, 1);
-  if constexpr (F == Format::kQ6K) {
-    w0 = _mm256_sub_epi8(w0, _mm256_set1_epi8(32));
-    w1 = _mm256_sub_epi8(w1, _mm256_set1_epi8(32));
+  if constexpr (F == Format::kQ6K || F == Format::kQ8) {
+    if constexpr (F == Format::kQ6K) {
+      w0 = _mm256_sub_epi8(w0, _mm256_set1_epi8(32));
+      w1 = _mm256_sub_epi8(w1, _mm256_set1_epi8(32));
+    }
     const __m256i m0 = _mm256_abs_epi8(w0), m1 = _mm256_abs_epi8(w1);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       const __m256i x = broadcast4(a + r * kGroup + 4 * step);
-      dot[r][0] = _mm256_add_epi16(dot[r][0], _mm256_maddubs_epi16(m0, _mm256_sign_epi8(x, w0)));
-      TWINJET_PIN(dot[r][0]);
-      dot[r][1] = _mm256_add_epi16(dot[r][1], _mm256_maddubs_epi16(m1, _mm256_sign_epi8(x, w1)));
-      TWINJET_PIN(dot[r][1]);
+      const __m256i p0 = _mm256_maddubs_epi16(m0, _mm256_sign_epi8(x, w0));
+      const __m256i p1 = _mm256_maddubs_epi16(m1, _mm256_sign_epi8(x, w1));
+      if constexpr (F == Format::kQ8) {
+        dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(p0, _mm256_set1_epi16(1)));
+        TWINJET_PIN(dot[r][0]);
+        dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(p1, _mm256_set1_epi16(1)));
+        TWINJET_PIN(dot[r][1]);
+      } else {
+        dot[r][0] = _mm256_add_epi16(dot[r][0], p0);
+        TWINJET_PIN(dot[r][0]);
+        dot[r][1] = _mm256_add_epi16(dot[r][1], p1);
+        TWINJET_PIN(dot[r][1]);
+      }
     }
   } else {
 #pragma GCC unroll 6
@@ -155,20 +168,24 @@ TWINJET_INLINE void widen(__m256i (&dot)[R][2]) {
   }
 }
 
-// Steps whose sums of pairs of products, each at most 2 * largest * 127, stay within 16 bits.
+// The largest magnitude of a weight as multiplied.
 template <Format F>
-constexpr int kSteps16 = has_fifth_bit(F) || F == Format::kQ6K ? 4 : 8;
+constexpr int kLargest = F == Format::kQ8 ? 128 : F == Format::kQ6K ? 32 : has_fifth_bit(F) ? 31 : 15;
+
+// Steps whose sums of pairs of products stay within 16 bits.
+template <Format F>
+constexpr int kSteps16 = F == Format::kQ8 ? 1 : has_fifth_bit(F) || F == Format::kQ6K ? 4 : 8;
 
 template <Format F, int R>
 TWINJET_INLINE void multiply_group(__m256 (&acc)[R][2], const uint8_t* super, const uint8_t* group, const int8_t* a,
                                    const float* scales) {
-  static_assert(kSteps16<F> * 2 * (F == Format::kQ6K ? 32 : has_fifth_bit(F) ? 31 : 15) * 127 < 32768);
+  static_assert(kSteps16<F> * 2 * kLargest<F> * 127 < 32768);
   __m256i dot[R][2];
   clear(dot);
-  if constexpr (kSteps16<F> == 8) {
+  if constexpr (kSteps16<F> != 4) {
 #pragma GCC unroll 8
     for (int step = 0; step < 8; ++step) add_step<F>(dot, group, a, step);
-    widen(dot);
+    if constexpr (F != Format::kQ8) widen(dot);
     add_group<F, R>(acc, dot, super, group, scales, 0);
   } else if constexpr (F == Format::kQ6K) {
 #pragma GCC unroll 2
@@ -199,9 +216,9 @@ TWINJET_INLINE void multiply_group(__m256 (&acc)[R][2], const uint8_t* super, co
   }
 }
 
-// Up to six bits a weight. Groups of one super-scale go together.
+// Integer weights. Groups of one super-scale go together.
 template <Format F, int R>
-__attribute__((noinline)) void tile_low(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups,
+__attribute__((noinline)) void tile_integers(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups,
                                         float* out) {
   constexpr int64_t kTogether = scaled_twice(F) ? kSuperGroups : 1;
   __m256 acc[R][2];
@@ -216,40 +233,6 @@ __attribute__((noinline)) void tile_low(const uint8_t* group, const int8_t* a, c
       a += R * kGroup;
       scales += 2 * R;
     }
-  }
-  for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
-    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
-  }
-}
-
-template <Format F, int R>
-__attribute__((noinline)) void tile_q8(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups,
-                                       float* out) {
-  __m256 acc[R][2];
-  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
-  for (int64_t g = 0; g < num_groups; ++g) {
-    prefetch_group<F, R>(group);
-    __m256i dot[R][2];
-    clear(dot);
-#pragma GCC unroll 16
-    for (int pair = 0; pair < 16; ++pair) {
-      const __m128i* w = reinterpret_cast<const __m128i*>(group + 32 * pair);
-      const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128(w));
-      const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128(w + 1));
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const __m256i x = broadcast4(a + r * kGroup + 2 * pair);
-        dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(w0, x));
-        TWINJET_PIN(dot[r][0]);
-        dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(w1, x));
-        TWINJET_PIN(dot[r][1]);
-      }
-    }
-    add_group<F, R>(acc, dot, group, group, scales, 0);
-    group += group_bytes(F);
-    a += R * kGroup;
-    scales += 2 * R;
   }
   for (int r = 0; r < R; ++r) {
     _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
@@ -299,14 +282,14 @@ void multiply_rows(Format format, const uint8_t* panel, int64_t num_groups, cons
     TWINJET_CASE(float, kF32, in.floats)
     TWINJET_CASE(float, kF16, in.floats)
     TWINJET_CASE(float, kBF16, in.floats)
-    TWINJET_CASE(low, kQ4, in.int8, in.scales8)
-    TWINJET_CASE(low, kQ4M, in.int8, in.scales8)
-    TWINJET_CASE(low, kQ4K, in.int8, in.scales8)
-    TWINJET_CASE(low, kQ5, in.int8, in.scales8)
-    TWINJET_CASE(low, kQ5M, in.int8, in.scales8)
-    TWINJET_CASE(low, kQ5K, in.int8, in.scales8)
-    TWINJET_CASE(low, kQ6K, in.int8, in.scales8)
-    TWINJET_CASE(q8, kQ8, in.int16, in.scales16)
+    TWINJET_CASE(integers, kQ4, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ4M, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ4K, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ5, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ5M, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ5K, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ6K, in.integers, in.scales)
+    TWINJET_CASE(integers, kQ8, in.integers, in.scales)
   }
 #undef TWINJET_CASE
 }

@@ -75,9 +75,10 @@ TWINJET_INLINE void add_group(__m512 (&acc)[R], const __m512i (&dot)[R], const u
   }
 }
 
-// 16 columns x 4 inputs of a step, unsigned.
+// 16 columns x 4 inputs of a step, unsigned: 8-bit weights plus 128.
 template <Format F>
 TWINJET_INLINE __m512i unpack(const uint8_t* group, int step) {
+  if constexpr (F == Format::kQ8) return _mm512_xor_si512(load(group + step * 64), _mm512_set1_epi8(-128));
   __m512i w = load(group + (step & 3) * 64);
   if (step >= 4) w = _mm512_srli_epi16(w, 4);
   w = _mm512_and_si512(w, _mm512_set1_epi8(15));
@@ -95,15 +96,17 @@ TWINJET_INLINE __m512i unpack(const uint8_t* group, int step) {
   return w;
 }
 
-// Steps [first, last) of a group of each panel, `stride` bytes apart. Of six-bit weights, which are less 32, as much is
-// taken off again.
+// What is multiplied of these formats is signed weights plus 32 or 128, so that products are too large by as much times
+// the sum of the inputs: the offset, by number (microkernels.h).
+constexpr bool has_offset(Format f) { return f == Format::kQ6K || f == Format::kQ8; }
+constexpr int offset_of(Format f, int part) { return f == Format::kQ8 ? 2 : part; }
+
+// Steps [first, last) of a group of each panel, `stride` bytes apart, less the offset.
 template <Format F, int R, int C>
-TWINJET_INLINE void add_steps(__m512i (&dot)[C][R], const uint8_t* group, int64_t stride, const int8_t* a, int first,
-                              int last) {
-  __m512i less[R];
+TWINJET_INLINE void add_steps(__m512i (&dot)[C][R], const uint8_t* group, int64_t stride, const int8_t* a,
+                              const int32_t* offsets, int first, int last) {
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
-    less[r] = _mm512_setzero_si512();
 #pragma GCC unroll 2
     for (int c = 0; c < C; ++c) dot[c][r] = _mm512_setzero_si512();
   }
@@ -117,14 +120,14 @@ TWINJET_INLINE void add_steps(__m512i (&dot)[C][R], const uint8_t* group, int64_
       const __m512i x = broadcast4(a + r * kGroup + 4 * step);
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) dot[c][r] = _mm512_dpbusd_epi32(dot[c][r], w[c], x);
-      if constexpr (F == Format::kQ6K) less[r] = _mm512_dpbusd_epi32(less[r], _mm512_set1_epi8(32), x);
     }
   }
-  if constexpr (F == Format::kQ6K) {
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
+  if constexpr (has_offset(F)) {
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) dot[c][r] = _mm512_sub_epi32(dot[c][r], less[r]);
+    for (int r = 0; r < R; ++r) {
+      const __m512i offset = _mm512_set1_epi32(offsets[4 * r]);
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) dot[c][r] = _mm512_sub_epi32(dot[c][r], offset);
     }
   }
 }
@@ -147,12 +150,14 @@ TWINJET_INLINE void clear(__m512 (&acc)[C][R]) {
   }
 }
 
-// Up to six bits a weight. Groups of one super-scale go together.
+// Integer weights. Groups of one super-scale go together.
 template <Format F, int R, int C>
-__attribute__((noinline)) void tile_low(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups,
-                                        float* out) {
+__attribute__((noinline)) void tile_integers(const uint8_t* group, const TileInputs& in, int64_t num_groups, float* out) {
   constexpr int64_t kTogether = scaled_twice(F) ? kSuperGroups : 1;
   const int64_t stride = groups_bytes(F, num_groups);
+  const int8_t* a = in.integers;
+  const float* scales = in.scales;
+  const int32_t* offsets = in.offsets;
   __m512 acc[C][R];
   clear(acc);
   for (int64_t g = 0; g < num_groups; g += kTogether) {
@@ -163,7 +168,7 @@ __attribute__((noinline)) void tile_low(const uint8_t* group, const int8_t* a, c
       constexpr int kParts = F == Format::kQ6K ? 2 : 1;  // scales within the 32 inputs
 #pragma GCC unroll 2
       for (int part = 0; part < kParts; ++part) {
-        add_steps<F>(dot, group, stride, a, 8 / kParts * part, 8 / kParts * (part + 1));
+        add_steps<F>(dot, group, stride, a, offsets + offset_of(F, part), 8 / kParts * part, 8 / kParts * (part + 1));
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) {
           add_group<F, R>(acc[c], dot[c], super + c * stride, group + c * stride, scales, part);
@@ -172,47 +177,17 @@ __attribute__((noinline)) void tile_low(const uint8_t* group, const int8_t* a, c
       group += group_bytes(F);
       a += R * kGroup;
       scales += 2 * R;
+      offsets += 4 * R;
     }
   }
   store(acc, out);
-}
-
-// 16-bit inputs are multiplied at half the rate, so loads do not bound it: panels go one by one, which is faster.
-template <int R, int C>
-__attribute__((noinline)) void tile_q8(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups,
-                                       float* out) {
-  constexpr Format F = Format::kQ8;
-  for (int c = 0; c < C; ++c) {
-    const int16_t* inputs = a;
-    const float* row_scales = scales;
-    __m512 acc[1][R];
-    clear(acc);
-    for (int64_t g = 0; g < num_groups; ++g) {
-      __m512i dot[R];
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) dot[r] = _mm512_setzero_si512();
-#pragma GCC unroll 16
-      for (int pair = 0; pair < 16; ++pair) {
-        const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + 32 * pair)));
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-          dot[r] = _mm512_dpwssd_epi32(dot[r], w, broadcast4(inputs + r * kGroup + 2 * pair));
-        }
-      }
-      add_group<F, R>(acc[0], dot, group, group, row_scales, 0);
-      group += group_bytes(F);
-      inputs += R * kGroup;
-      row_scales += 2 * R;
-    }
-    store(acc, out + c * R * kPanel);
-  }
 }
 
 template <int R, int C>
 TWINJET_INLINE void multiply_rows(Format format, const uint8_t* panels, int64_t num_groups, const TileInputs& in,
                                   float* out) {
 #define TWINJET_CASE(format) \
-  case Format::format: return tile_low<Format::format, R, C>(panels, in.int8, in.scales8, num_groups, out);
+  case Format::format: return tile_integers<Format::format, R, C>(panels, in, num_groups, out);
   switch (format) {
     TWINJET_CASE(kQ4)
     TWINJET_CASE(kQ4M)
@@ -221,7 +196,7 @@ TWINJET_INLINE void multiply_rows(Format format, const uint8_t* panels, int64_t 
     TWINJET_CASE(kQ5M)
     TWINJET_CASE(kQ5K)
     TWINJET_CASE(kQ6K)
-    case Format::kQ8: return tile_q8<R, C>(panels, in.int16, in.scales16, num_groups, out);
+    TWINJET_CASE(kQ8)
     default: return;
   }
 #undef TWINJET_CASE

@@ -14,13 +14,12 @@ namespace twinjet {
 // Rows of a microkernel at most.
 constexpr int64_t kTileRows = 6;
 
-// One tile's rows as activations, [group][row][32], and for integers [group][row] pairs of the scale and scale * sum of
-// the group. Kinds that no format of the matrix needs are null.
+// One tile's rows as activations, [group][row][32], and for integers [group][row] what belongs to a group. Kinds that no
+// format of the matrix needs are null.
 struct TileInputs {
-  const int8_t* int8;
-  const float* scales8;
-  const int16_t* int16;
-  const float* scales16;
+  const int8_t* integers;
+  const float* scales;     // pairs of the scale and scale * sum
+  const int32_t* offsets;  // 32 * sum of inputs 0-15, 32 * sum of inputs 16-31, 128 * sum, 0
   const float* floats;
 };
 

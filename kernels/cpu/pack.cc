@@ -154,7 +154,7 @@ constexpr int64_t lane_of(int64_t column, int64_t k) { return column / 8 * 32 + 
 constexpr int64_t nibble_byte(int64_t column, int64_t k) { return k % 16 / 4 * 64 + lane_of(column, k); }
 constexpr int64_t fifth_byte(int64_t column, int64_t k) { return 256 + lane_of(column, k); }
 constexpr int64_t upper_byte(int64_t column, int64_t k) { return 256 + k / 16 * 64 + lane_of(column, k); }
-constexpr int64_t q8_byte(int64_t column, int64_t k) { return k / 2 * 32 + column * 2 + k % 2; }
+constexpr int64_t q8_byte(int64_t column, int64_t k) { return k / 4 * 64 + lane_of(column, k); }
 
 bool five_bits(Format format) { return format == Format::kQ5 || format == Format::kQ5M || format == Format::kQ5K; }
 

@@ -5,7 +5,7 @@
 //   4-bit   [4 steps][2 halves][32]: a half is 8 columns x 4 inputs; low nibbles hold inputs 4 s.., high ones 16 + 4 s..
 //   5-bit   the low four bits as above, then [2 halves][32] of fifth bits: bit s of a byte belongs to inputs 4 s..
 //   6-bit   the low four bits, then [2][2 halves][32] of upper pairs: bits 2 s.. of a byte to inputs 4 s.., 16 + 4 s..
-//   8-bit   [16 pairs][16 columns][2 inputs], signed
+//   8-bit   [8 steps][2 halves][32], signed
 //   floats  [32 inputs][16 columns]
 // then [16] float16 scales and, in formats with a minimum, [16] minima. A weight is scale * integer + minimum.
 //
@@ -87,11 +87,10 @@ constexpr int64_t super_at(Format format, int64_t group) {
 }
 
 // What a format multiplies with.
-enum class Activation { kInt8, kInt16, kFloat };
+enum class Activation { kInt8, kFloat };
 
 constexpr Activation activation_of(Format format) {
-  if (format <= Format::kBF16) return Activation::kFloat;
-  return format == Format::kQ8 ? Activation::kInt16 : Activation::kInt8;
+  return format <= Format::kBF16 ? Activation::kFloat : Activation::kInt8;
 }
 
 // Consecutive output columns of one format: one tensor of the checkpoint.

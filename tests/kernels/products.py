@@ -19,7 +19,6 @@ from twinjet.ops.cpu_weights import FORMATS, CpuParams, MatrixPlace
 from twinjet.ops.params import RawModel
 
 FLOATS = ("F32", "F16", "BF16")
-INT8_QUANTS = tuple(quant for quant in FORMATS if quant not in (*FLOATS, "Q8_0"))
 QUANTS = tuple(FORMATS)
 
 
@@ -74,17 +73,15 @@ def _product(place: MatrixPlace, x: jax.Array, blob: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call("twinjet_matmul", result)(x, blob, weights=place.numbers)
 
 
-def quantised(x: np.ndarray, levels: int) -> np.ndarray:
-    """float64: activations as kernels round them, to `levels` steps of each 32's largest."""
+def quantised(x: np.ndarray) -> np.ndarray:
+    """float64: activations as kernels round them, to 127 steps of each 32's largest."""
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(x.shape[0], -1, 32)
     peak = np.abs(padded).max(axis=2, keepdims=True)
-    inverse = np.divide(np.float32(levels), peak, out=np.zeros_like(peak), where=peak >= 1e-30)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak >= 1e-30)
     whole = np.rint(padded * inverse).astype(np.float64)
-    scaled = whole * (peak / np.float32(levels)).astype(np.float64)
+    scaled = whole * (peak / np.float32(127)).astype(np.float64)
     return scaled.reshape(x.shape[0], -1)[:, : x.shape[1]]
 
 
 def as_kernels_see(x: np.ndarray, quant: str) -> np.ndarray:
-    if quant in FLOATS:
-        return x.astype(np.float64)
-    return quantised(x, 127 if quant in INT8_QUANTS else 32767)
+    return x.astype(np.float64) if quant in FLOATS else quantised(x)

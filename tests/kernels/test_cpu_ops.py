@@ -69,7 +69,7 @@ def test_float_models_agree_to_rounding(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "quant", "limit"),
-    [("llama", "Q4_1", 2e-3), ("llama", "Q8_0", 1e-5), ("gemma3", "Q4_0", 4e-3), ("gemma3", "Q5_1", 4e-3)],
+    [("llama", "Q4_1", 2e-3), ("llama", "Q8_0", 4e-3), ("gemma3", "Q4_0", 4e-3), ("gemma3", "Q5_1", 4e-3)],
 )
 def test_quantised_models_are_close(family: str, quant: str, limit: float, tmp_path: Path) -> None:
     path = WRITERS[family](tmp_path / "tiny.gguf", quant=quant)

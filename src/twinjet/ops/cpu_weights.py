@@ -16,7 +16,7 @@ SUPER_GROUPS = 8
 ALIGNMENT = 64
 """Of every part of the blob, in bytes: a cache line, and what XLA takes without copying."""
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Of all that a blob's bytes depend on: raise it with every change of kernels/cpu/weights.h, what packs into it, or
 `FORMATS`. Packed files of an older version are packed anew."""
 
