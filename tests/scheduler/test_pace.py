@@ -8,8 +8,8 @@ from tests.scheduler.device import Rig, prompt, spec
 from twinjet.core.config import CacheConfig, SchedulerConfig
 from twinjet.core.plan import Plan
 from twinjet.scheduler.cost_model import NOTHING, CostModel, StepShape
-from twinjet.scheduler.pace import AUTO_LEAST_MS, HEADROOM, MIN_CHUNK_ROWS, Drift, Pace, forecast, make_pace
-from twinjet.scheduler.policies import BalancedPolicy
+from twinjet.scheduler.pace import AUTO_LEAST_MS, HEADROOM, Drift, Pace, forecast, make_pace
+from twinjet.scheduler.policies import MIN_CHUNK_ROWS, BalancedPolicy
 
 # 20 ms, and 1 ms a row up to 64 rows, then 2 ms a row: 64 rows are the optimum.
 MODEL = CostModel((1, 64, 512), (21.0, 84.0, 980.0), 0.5, 0.001, 0.0001)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.device import Rig, prompt, spec
 from twinjet.core.config import PolicyName
-from twinjet.scheduler.policies import POLICIES, PRIORITY_S, BalancedPolicy, Mix
+from twinjet.scheduler.policies import MIN_CHUNK_ROWS, POLICIES, PRIORITY_S, BalancedPolicy, Mix
 
 POLICY = BalancedPolicy()
 
@@ -59,7 +59,7 @@ def test_what_a_step_is_for() -> None:
 
     assert mixes("balanced") == [Mix(True, "full"), Mix(True, "paced"), Mix(True, "paced")]
     assert mixes("prefill-first") == [Mix(False, "full"), Mix(False, "full"), Mix(True, "none")]
-    assert mixes("decode-first") == [Mix(True, "full"), Mix(True, "none"), Mix(True, "none")]
+    assert mixes("decode-first") == [Mix(True, "full"), Mix(True, "least"), Mix(True, "least")]
 
 
 @pytest.mark.parametrize("policy", get_args(PolicyName))
@@ -95,14 +95,14 @@ def test_prefill_first_streams_wait() -> None:
     assert plans("prefill-first")[:3] == [([], [3]), ([], [3]), ([1, 2, 3], [])]
 
 
-def test_decode_first_prompts_wait() -> None:
-    assert plans("decode-first")[:6] == [([1, 2], [])] * 4 + [([], [3])] * 2
-
-
-def test_decode_first_computes_prompts_where_streams_cannot_get_on() -> None:
-    # The long prompt's pages are reserved, the short sequence lacks one and goes after it in rank.
-    rig = Rig(policy=POLICIES["decode-first"](), token_budget=4, context=32, num_pages=9, page_size=4)
-    rig.add(spec(1, prompt(24), 2), spec(2, prompt(3), 8))
+def test_decode_first_prompts_get_the_least_chunk() -> None:
+    rig = Rig(policy=POLICIES["decode-first"](), token_budget=64, context=128)
+    rig.add(spec(1, prompt(50), 5))
+    assert [w.num_tokens for w in rig.plan().work] == [50], "nobody decodes yet"
+    rig.add(spec(2, prompt(90), 5), spec(3, prompt(5), 5))
+    rows = [{w.sequence_id: w.num_tokens for w in rig.plan().work} for _ in range(4)]
+    assert rows[0] == {1: 1, 2: 11, 3: 5}, "divided as ever, and no more together"
+    assert rows[1] == {1: 1, 3: 1, 2: MIN_CHUNK_ROWS}
     rig.run(2)
     rig.check_tokens()
 

@@ -53,7 +53,7 @@ Policy = Annotated[
     PolicyName,
     typer.Option(
         help="balanced: prompts in chunks beside the streams; prefill-first: streams wait for prompts; decode-first: "
-        "prompts wait for streams."
+        "prompts get little beside streams."
     ),
 ]
 KVType = Annotated[

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from twinjet.core.config import CacheConfig, SchedulerConfig
 from twinjet.core.types import Forecast
 from twinjet.scheduler.cost_model import NOTHING, CostModel, StepShape
-
-MIN_CHUNK_ROWS = 16
-"""A prompt gets on by this many rows in a step at least, however tight the target."""
+from twinjet.scheduler.policies import MIN_CHUNK_ROWS
 
 WORTH_WHILE = 0.95
 """The share of the best throughput that is enough: chunks are no larger, since whoever arrives waits for the step."""

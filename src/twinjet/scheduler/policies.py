@@ -11,6 +11,9 @@ from typing import Literal, Protocol
 from twinjet.core.config import PolicyName
 from twinjet.scheduler.sequence import SequenceSpec
 
+MIN_CHUNK_ROWS = 16
+"""A prompt gets on by this many rows in a step at least, beside streams and however tight their target."""
+
 PRIORITY_S = 10.0
 """What a level of priority is worth."""
 
@@ -21,8 +24,8 @@ class Mix:
 
     decodes: bool
     """Every decoding sequence gets its row."""
-    chunks: Literal["none", "paced", "full"]
-    """Rows of prompts: none; as many as the ITL target allows; or as many as give the best throughput."""
+    chunks: Literal["none", "least", "paced", "full"]
+    """Rows of prompts: none; `MIN_CHUNK_ROWS`; as many as the ITL target allows; or as many as give good throughput."""
 
 
 class Policy(Protocol):
@@ -107,13 +110,13 @@ class PrefillFirstPolicy(BalancedPolicy):
 
 
 class DecodeFirstPolicy(BalancedPolicy):
-    """Prompts wait while anybody decodes, as with batching by request: even streams, and TTFTs as long as answers are.
+    """Prompts get as little as they can do with while anybody decodes: streams hardly feel them, and TTFTs are long.
 
-    Prompts get on all the same: answers end, and none begins meanwhile.
+    Not nothing: the first prompt to decode would then have the engine to itself until its answer ends.
     """
 
     def mix(self, num_decoding: int, has_prompts: Callable[[], bool]) -> Mix:
-        return Mix(True, "none" if num_decoding else "full")
+        return Mix(True, "least" if num_decoding else "full")
 
 
 POLICIES: dict[PolicyName, type[BalancedPolicy]] = {

@@ -33,7 +33,7 @@ from twinjet.scheduler.draft import StepDraft, check_output, token_logprobs
 from twinjet.scheduler.integrity import check_sequences
 from twinjet.scheduler.pace import Drift, Pace
 from twinjet.scheduler.pages import PageAllocator
-from twinjet.scheduler.policies import POLICIES, Policy
+from twinjet.scheduler.policies import MIN_CHUNK_ROWS, POLICIES, Policy
 from twinjet.scheduler.prefix_cache import PageKeys, PrefixCache
 from twinjet.scheduler.prefixes import PrefixSharing
 from twinjet.scheduler.sequence import CompletedStep, Emission, Exported, SchedulerStats, SequenceSpec
@@ -111,7 +111,7 @@ class Scheduler:
             self._plan_decodes(draft)
         if mix.chunks != "none" or not draft.work:
             # Decoding rows may all lack a page that only the end of a prompt will free.
-            self._plan_chunks(draft, now_s, paced=mix.chunks == "paced")
+            self._plan_chunks(draft, now_s, mix.chunks)
         if not draft.work:
             return None
         if self._pace is not None:
@@ -142,8 +142,11 @@ class Scheduler:
                 self._grant(draft, seq, len(seq.page_ids), [], 1)
             self._plan_rows(draft, seq, 1, None)
 
-    def _plan_chunks(self, draft: StepDraft, now_s: float, *, paced: bool) -> None:
-        while (num_rows := self._config.token_budget - draft.shape.rows) > 0:
+    def _plan_chunks(self, draft: StepDraft, now_s: float, how_many: str) -> None:
+        budget = self._config.token_budget
+        if how_many == "least":
+            budget = min(budget, draft.shape.rows + MIN_CHUNK_ROWS)
+        while (num_rows := budget - draft.shape.rows) > 0:
             prompts = self._prompts()
             if not prompts:
                 return
@@ -157,7 +160,7 @@ class Scheduler:
                     needs,
                     lambda rows, needs=needs: self._policy.divide(rows, needs, now_s),
                     num_rows,
-                    paced=paced,
+                    paced=how_many in ("least", "paced"),
                     drift=self._drift.factor,
                 )
             for (seq, _), share in zip(prompts, shares, strict=True):
