@@ -110,7 +110,7 @@ def write_plot(results: list[dict[str, Any]], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 2.2 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    panels = figure.subplots(len(results), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, result in zip(panels, results, strict=True):
         times, gaps = zip(*result["itl_over_time"], strict=True)
         axes.semilogy(times, gaps, ".", markersize=3)
