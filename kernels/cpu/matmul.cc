@@ -43,6 +43,10 @@ Activations::Activations(const KernelScope& scope, const Matrix& matrix, int64_t
     scales_ = scope.scratch().take<float>(groups * 2);
     offsets_ = scope.scratch().take<int32_t>(groups * 4);
   }
+  if (matrix.needs(Activation::kInt16)) {
+    wide_ = scope.scratch().take<int16_t>(groups * kGroup);
+    wide_scales_ = scope.scratch().take<float>(groups * 2);
+  }
   if (matrix.needs(Activation::kFloat)) floats_ = scope.scratch().take<float>(groups * kGroup);
 }
 
@@ -53,9 +57,21 @@ void Activations::set_group(int64_t tile, int64_t r, int64_t group, const float*
   if (floats_ != nullptr) {
     for (int i = 0; i < 4; ++i) _mm256_storeu_ps(floats_ + at * kGroup + 8 * i, v[i]);
   }
-  if (integers_ == nullptr) return;
+  if (integers_ == nullptr && wide_ == nullptr) return;
   const float peak = largest(v);
   const bool vanishes = peak < kVanishing;
+  if (wide_ != nullptr) {
+    const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 32767.0f / peak);
+    for (int i = 0; i < 4; i += 2) {
+      const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+      const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(v[i + 1], inverse));
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide_ + at * kGroup + 8 * i), packed);
+    }
+    wide_scales_[2 * at] = vanishes ? 0.0f : peak / 32767.0f;
+    wide_scales_[2 * at + 1] = 0.0f;  // no format of this kind has a minimum
+  }
+  if (integers_ == nullptr) return;
   const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 127.0f / peak);
   __m256i q[4];
   for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));

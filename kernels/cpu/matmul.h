@@ -49,8 +49,8 @@ class Activations {
   // Where a tile's rows are; null where the matrix does not need the kind.
   TileInputs tile(int64_t tile) const {
     const int64_t at = plan.first_row(tile) * num_groups;
-    return {at_group(integers_, at, kGroup), at_group(scales_, at, 2), at_group(offsets_, at, 4),
-            at_group(floats_, at, kGroup)};
+    return {at_group(wide_, at, kGroup),     at_group(wide_scales_, at, 2), at_group(integers_, at, kGroup),
+            at_group(scales_, at, 2), at_group(offsets_, at, 4),     at_group(floats_, at, kGroup)};
   }
 
  private:
@@ -59,6 +59,8 @@ class Activations {
     return first == nullptr ? nullptr : first + group * size;
   }
 
+  int16_t* wide_ = nullptr;
+  float* wide_scales_ = nullptr;
   int8_t* integers_ = nullptr;
   float* scales_ = nullptr;
   int32_t* offsets_ = nullptr;

@@ -16,7 +16,7 @@ TWINJET_INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_ca
 
 constexpr bool scaled_twice(Format f) { return super_bytes(f) > 0; }
 constexpr bool has_fifth_bit(Format f) { return f == Format::kQ5 || f == Format::kQ5M || f == Format::kQ5K; }
-constexpr bool has_minimum(Format f) { return f != Format::kQ8 && f != Format::kQ6K; }
+constexpr bool has_minimum(Format f) { return f != Format::kQ8 && f != Format::kQ8Wide && f != Format::kQ6K; }
 
 // Eight bytes as floats.
 TWINJET_INLINE __m256 bytes_to_floats(const uint8_t* p) {
@@ -240,6 +240,41 @@ __attribute__((noinline)) void tile_integers(const uint8_t* group, const int8_t*
   }
 }
 
+// 8-bit weights with 16-bit inputs.
+template <Format F, int R>
+__attribute__((noinline)) void tile_wide(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups,
+                                       float* out) {
+  __m256 acc[R][2];
+  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  for (int64_t g = 0; g < num_groups; ++g) {
+    prefetch_group<F, R>(group);
+    __m256i dot[R][2];
+    clear(dot);
+#pragma GCC unroll 16
+    for (int pair = 0; pair < 16; ++pair) {
+      const __m128i* w = reinterpret_cast<const __m128i*>(group + 32 * pair);
+      const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128(w));
+      const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128(w + 1));
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast4(a + r * kGroup + 2 * pair);
+        dot[r][0] = _mm256_add_epi32(dot[r][0], _mm256_madd_epi16(w0, x));
+        TWINJET_PIN(dot[r][0]);
+        dot[r][1] = _mm256_add_epi32(dot[r][1], _mm256_madd_epi16(w1, x));
+        TWINJET_PIN(dot[r][1]);
+      }
+    }
+    add_group<F, R>(acc, dot, group, group, scales, 0);
+    group += group_bytes(F);
+    a += R * kGroup;
+    scales += 2 * R;
+  }
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
+    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
+  }
+}
+
 template <Format F>
 TWINJET_INLINE __m256 load_floats(const uint8_t* group, int64_t at) {
   if constexpr (F == Format::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(group) + at);
@@ -290,6 +325,7 @@ void multiply_rows(Format format, const uint8_t* panel, int64_t num_groups, cons
     TWINJET_CASE(integers, kQ5K, in.integers, in.scales)
     TWINJET_CASE(integers, kQ6K, in.integers, in.scales)
     TWINJET_CASE(integers, kQ8, in.integers, in.scales)
+    TWINJET_CASE(wide, kQ8Wide, in.wide, in.wide_scales)
   }
 #undef TWINJET_CASE
 }

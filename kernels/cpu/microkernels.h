@@ -17,6 +17,8 @@ constexpr int64_t kTileRows = 6;
 // One tile's rows as activations, [group][row][32], and for integers [group][row] what belongs to a group. Kinds that no
 // format of the matrix needs are null.
 struct TileInputs {
+  const int16_t* wide;  // 16-bit integers
+  const float* wide_scales;
   const int8_t* integers;
   const float* scales;     // pairs of the scale and scale * sum
   const int32_t* offsets;  // 32 * sum of inputs 0-15, 32 * sum of inputs 16-31, 128 * sum, 0

@@ -154,12 +154,15 @@ constexpr int64_t lane_of(int64_t column, int64_t k) { return column / 8 * 32 + 
 constexpr int64_t nibble_byte(int64_t column, int64_t k) { return k % 16 / 4 * 64 + lane_of(column, k); }
 constexpr int64_t fifth_byte(int64_t column, int64_t k) { return 256 + lane_of(column, k); }
 constexpr int64_t upper_byte(int64_t column, int64_t k) { return 256 + k / 16 * 64 + lane_of(column, k); }
-constexpr int64_t q8_byte(int64_t column, int64_t k) { return k / 4 * 64 + lane_of(column, k); }
+constexpr int64_t q8_byte(Format format, int64_t column, int64_t k) {
+  return format == Format::kQ8Wide ? k / 2 * 32 + column * 2 + k % 2 : k / 4 * 64 + lane_of(column, k);
+}
 
+bool eight_bits(Format format) { return format == Format::kQ8 || format == Format::kQ8Wide; }
 bool five_bits(Format format) { return format == Format::kQ5 || format == Format::kQ5M || format == Format::kQ5K; }
 
 int32_t get_integer(Format format, const uint8_t* group, int64_t column, int64_t k) {
-  if (format == Format::kQ8) return static_cast<int8_t>(group[q8_byte(column, k)]);
+  if (eight_bits(format)) return static_cast<int8_t>(group[q8_byte(format, column, k)]);
   const int32_t low = group[nibble_byte(column, k)] >> (k < 16 ? 0 : 4) & 15;
   if (five_bits(format)) return low | (group[fifth_byte(column, k)] >> k / 4 & 1) << 4;
   if (format == Format::kQ6K) return low | (group[upper_byte(column, k)] >> (k % 16 / 4 * 2) & 3) << 4;
@@ -167,8 +170,8 @@ int32_t get_integer(Format format, const uint8_t* group, int64_t column, int64_t
 }
 
 void put_integer(Format format, int32_t q, int64_t column, int64_t k, uint8_t* group) {
-  if (format == Format::kQ8) {
-    group[q8_byte(column, k)] = static_cast<uint8_t>(q);
+  if (eight_bits(format)) {
+    group[q8_byte(format, column, k)] = static_cast<uint8_t>(q);
     return;
   }
   group[nibble_byte(column, k)] |= static_cast<uint8_t>((q & 15) << (k < 16 ? 0 : 4));

@@ -5,7 +5,7 @@
 //   4-bit   [4 steps][2 halves][32]: a half is 8 columns x 4 inputs; low nibbles hold inputs 4 s.., high ones 16 + 4 s..
 //   5-bit   the low four bits as above, then [2 halves][32] of fifth bits: bit s of a byte belongs to inputs 4 s..
 //   6-bit   the low four bits, then [2][2 halves][32] of upper pairs: bits 2 s.. of a byte to inputs 4 s.., 16 + 4 s..
-//   8-bit   [8 steps][2 halves][32], signed
+//   8-bit   [8 steps][2 halves][32], signed; for 16-bit inputs [16 pairs][16 columns][2 inputs]
 //   floats  [32 inputs][16 columns]
 // then [16] float16 scales and, in formats with a minimum, [16] minima. A weight is scale * integer + minimum.
 //
@@ -34,8 +34,9 @@ enum class Format : int64_t {
   kQ5K = 8,     // unsigned 5-bit, scaled twice: Q5_K
   kQ6K = 9,     // unsigned 6-bit less 32, scaled twice, for each 16 inputs: Q6_K
   kQ8 = 10,     // signed 8-bit, float16 scale: Q8_0
+  kQ8Wide = 11,  // the same, for inputs of 16 bits
 };
-constexpr int64_t kNumFormats = 11;
+constexpr int64_t kNumFormats = 12;
 
 constexpr int64_t kSuperGroups = 8;  // groups under one super-scale
 
@@ -63,6 +64,7 @@ constexpr int64_t scales_at(Format format) {
     case Format::kQ5K: return 256 + 64;
     case Format::kQ6K: return 256 + 128;
     case Format::kQ8: return 512;
+    case Format::kQ8Wide: return 512;
   }
   return 0;
 }
@@ -87,10 +89,11 @@ constexpr int64_t super_at(Format format, int64_t group) {
 }
 
 // What a format multiplies with.
-enum class Activation { kInt8, kFloat };
+enum class Activation { kInt8, kInt16, kFloat };
 
 constexpr Activation activation_of(Format format) {
-  return format <= Format::kBF16 ? Activation::kFloat : Activation::kInt8;
+  if (format <= Format::kBF16) return Activation::kFloat;
+  return format == Format::kQ8Wide ? Activation::kInt16 : Activation::kInt8;
 }
 
 // Consecutive output columns of one format: one tensor of the checkpoint.

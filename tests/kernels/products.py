@@ -53,6 +53,13 @@ def vector(values: np.ndarray) -> Tensor:
     return Tensor("v", "F32", values.shape, values.astype(np.float32))
 
 
+def pack_head(tensor: Tensor) -> tuple[jax.Array, MatrixPlace]:
+    """The tensor as a model's head, and the bytes that hold it."""
+    raw = RawModel(tensor, [], vector(np.ones(1)), None)
+    params = pack_model(kernels(), raw, lambda done, total: None)
+    return params.blob, params.places.head
+
+
 def pack_tensors(tensors: Sequence[Tensor]) -> tuple[jax.Array, MatrixPlace]:
     """The tensors side by side as one matrix, and the bytes that hold it."""
     raw = RawModel(tensors[0], [{"matrix": tensors}], vector(np.ones(1)), None)

@@ -9,6 +9,7 @@ from tests.kernels.products import (
     Tensor,
     as_kernels_see,
     kernels,
+    pack_head,
     pack_tensors,
     product,
     random_tensor,
@@ -125,7 +126,21 @@ def test_places_outside_the_weights_are_refused() -> None:
         product(np.ones((1, 64), np.float32), blob, beyond)
 
 
-@pytest.mark.parametrize("quant", [quant for quant in QUANTS if quant not in FLOATS])
+def test_a_head_of_eight_bits_takes_inputs_of_sixteen() -> None:
+    rng = np.random.default_rng(9)
+    for columns, inputs in sizes("Q8_0"):
+        tensor = random_tensor(rng, "Q8_0", columns, inputs)
+        packed = pack_head(tensor)
+        x = rng.normal(0, 1, (13, inputs)).astype(np.float32)
+        exact = x.astype(np.float64) @ tensor.dequantize().astype(np.float64).T
+        together = product(x, *packed)
+        assert np.sqrt(np.mean((together - exact) ** 2) / np.mean(exact**2)) < 5e-5
+        for row in range(13):
+            alone = product(x[row : row + 1], *packed)
+            np.testing.assert_array_equal(alone.view(np.int32), together[row : row + 1].view(np.int32))
+
+
+@pytest.mark.parametrize("quant", [*(quant for quant in QUANTS if quant not in FLOATS), "head"])
 def test_every_instruction_set_gives_the_same_bits(quant: str) -> None:
     library = kernels()
     best = library.instructions
@@ -133,8 +148,11 @@ def test_every_instruction_set_gives_the_same_bits(quant: str) -> None:
         pytest.skip(f"this processor has none but {best}")
     rng = np.random.default_rng(8)
     try:
-        for columns, inputs in [*sizes(quant), (80, 1024)]:
-            packed = pack_tensors([random_tensor(rng, quant, columns, inputs)])
+        for columns, inputs in [*sizes("Q8_0" if quant == "head" else quant), (80, 1024)]:
+            if quant == "head":
+                packed = pack_head(random_tensor(rng, "Q8_0", columns, inputs))
+            else:
+                packed = pack_tensors([random_tensor(rng, quant, columns, inputs)])
             for rows in (1, 2, 3, 4, 5, 6, 13):
                 x = rng.normal(0, 1, (rows, inputs)).astype(np.float32)
                 x[0, :32] = 127.0 * rng.choice([-1, 1], 32)  # the largest sums

@@ -1,7 +1,7 @@
 """The CPU backend: the ops as calls of C++ kernels (kernels/cpu), four to a layer, each fused inside one op.
 
 A row's results are the same bits whatever the other rows, their number, the chunking, the pages or the threads.
-Products of integer weights take activations in 8 bits, with a scale for each 32.
+Products of integer weights take activations in 8 bits, a head of 8-bit weights in 16, with a scale for each 32.
 """
 
 from collections.abc import Callable

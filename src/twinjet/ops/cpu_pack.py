@@ -6,7 +6,7 @@ Knows what goes where (`cpu_weights`); knows nothing of where the file is and ho
 import dataclasses
 import json
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,11 +19,13 @@ from twinjet.ops.cpu_library import PACKED_FOR, CpuLibrary
 from twinjet.ops.cpu_weights import (
     ALIGNMENT,
     FORMATS,
+    HEAD_FORMATS,
     LAYOUT_VERSION,
     PANEL_COLUMNS,
     CpuParams,
     MatrixPlace,
     Place,
+    WeightFormat,
     WeightMap,
 )
 from twinjet.ops.params import RawModel, WeightTensor
@@ -61,6 +63,8 @@ class Part:
     """One tensor's share of the blob."""
 
     tensor: WeightTensor
+    layout: WeightFormat | None
+    """None: a vector of float32."""
     offset: int
     size_bytes: int
 
@@ -160,10 +164,10 @@ def is_current(library: CpuLibrary, parts: Sequence[Part], blob: np.ndarray) -> 
 def place_model(raw: RawModel) -> tuple[WeightMap, list[Part], int]:
     """Where everything goes, the parts in the order of their offsets, and the blob's size in bytes."""
     placing = _Placing()
-    embedding = placing.matrix([raw.embedding])
+    embedding = placing.matrix([raw.embedding], HEAD_FORMATS)
     layers = tuple(tuple((part, placing.part(tensors)) for part, tensors in layer.items()) for layer in raw.layers)
     final_norm = placing.vector(raw.final_norm)
-    head = embedding if raw.head is None else placing.matrix([raw.head])
+    head = embedding if raw.head is None else placing.matrix([raw.head], HEAD_FORMATS)
     return WeightMap(embedding, layers, final_norm, head), placing.parts, placing.size
 
 
@@ -178,28 +182,22 @@ class _Placing:
         return self.vector(tensors[0]) if len(tensors[0].shape) == 1 else self.matrix(tensors)
 
     def vector(self, tensor: WeightTensor) -> int:
-        return self._take(tensor, 4 * tensor.shape[0])
+        return self._take(tensor, None, 4 * tensor.shape[0])
 
-    def matrix(self, tensors: Sequence[WeightTensor]) -> MatrixPlace:
-        segments = tuple(
-            (
-                FORMATS[tensor.quant].number,
-                tensor.shape[0],
-                self._take(tensor, -(-tensor.shape[0] // PANEL_COLUMNS) * _panel_bytes(tensor)),
-            )
-            for tensor in tensors
-        )
-        return MatrixPlace(tensors[0].shape[1], segments)
+    def matrix(self, tensors: Sequence[WeightTensor], formats: Mapping[str, WeightFormat] = FORMATS) -> MatrixPlace:
+        segments = []
+        for tensor in tensors:
+            columns, inputs = tensor.shape
+            layout = formats[tensor.quant]
+            size = -(-columns // PANEL_COLUMNS) * layout.panel_bytes(inputs)
+            segments.append((layout.number, columns, self._take(tensor, layout, size)))
+        return MatrixPlace(tensors[0].shape[1], tuple(segments))
 
-    def _take(self, tensor: WeightTensor, size: int) -> int:
+    def _take(self, tensor: WeightTensor, layout: WeightFormat | None, size: int) -> int:
         offset = self.size
-        self.parts.append(Part(tensor, offset, size))
+        self.parts.append(Part(tensor, layout, offset, size))
         self.size += _aligned(size)
         return offset
-
-
-def _panel_bytes(tensor: WeightTensor) -> int:
-    return FORMATS[tensor.quant].panel_bytes(tensor.shape[1])
 
 
 def _packed_bytes(parts: Sequence[Part]) -> int:
@@ -218,10 +216,10 @@ def _end(piece: Piece) -> int:
 def _pieces(part: Part, most_bytes: int) -> Iterator[Piece]:
     """The part in order, in pieces of whole panels, as many as `most_bytes` holds, but one at least."""
     shape = part.tensor.shape
-    if len(shape) == 1:
+    if part.layout is None:
         yield Piece(part, slice(0, shape[0]), part.offset, part.size_bytes)
         return
-    panel_bytes = _panel_bytes(part.tensor)
+    panel_bytes = part.layout.panel_bytes(shape[1])
     at_once = max(1, most_bytes // panel_bytes)
     num_panels = part.size_bytes // panel_bytes
     for start in range(0, num_panels, at_once):
@@ -232,13 +230,12 @@ def _pieces(part: Part, most_bytes: int) -> Iterator[Piece]:
 
 def _fill(library: CpuLibrary, piece: Piece, out: np.ndarray) -> None:
     """Pack a piece into `out`, zeroed bytes of its size, and let the model file's pages go."""
-    tensor = piece.part.tensor
-    if len(tensor.shape) == 1:
+    tensor, layout = piece.part.tensor, piece.part.layout
+    if layout is None:
         values = np.ascontiguousarray(tensor.dequantize(), np.float32)
         out[:] = values.view(np.uint8)
         finite = bool(np.isfinite(values).all())
     else:
-        layout = FORMATS[tensor.quant]
         rows = tensor.data[piece.columns]
         data = np.ascontiguousarray(rows)
         finite = library.pack(layout.number, layout.quant_type, data, (len(rows), tensor.shape[1]), out)

@@ -16,7 +16,7 @@ SUPER_GROUPS = 8
 ALIGNMENT = 64
 """Of every part of the blob, in bytes: a cache line, and what XLA takes without copying."""
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Of all that a blob's bytes depend on: raise it with every change of kernels/cpu/weights.h, what packs into it, or
 `FORMATS`. Packed files of an older version are packed anew."""
 
@@ -53,6 +53,10 @@ FORMATS = {
     "Q6_K": WeightFormat(9, 14, 384 + 32, 32),
     "Q8_0": WeightFormat(10, 8, 512 + 32),
 }
+
+HEAD_FORMATS = FORMATS | {"Q8_0": WeightFormat(11, 8, 512 + 32)}
+"""Of the head, and of the embedding, which may be the head. Its errors go straight into the logits, so where its
+weights have 8 bits its inputs have 16 (docs/decisions.md)."""
 
 
 @dataclass(frozen=True, slots=True)
