@@ -126,7 +126,6 @@ def main() -> None:
     )
     results = []
     for quant in QUANTS:
-        compute = limits.int16_gops if quant == "Q8_0" else limits.int8_gops
         for columns, inputs in SHAPES[:4] if arguments.quick else SHAPES:
             if quant.endswith("_K") and inputs % 256:
                 continue
@@ -134,7 +133,7 @@ def main() -> None:
                 one = measure(quant, columns, inputs, rows, arguments.quick)
                 # What bounds it: reading the weights once, or multiplying them.
                 bytes_per_op = one["gbps"] / one["gops"]
-                bound = min(compute, limits.gbps / bytes_per_op)
+                bound = min(limits.int8_gops, limits.gbps / bytes_per_op)
                 one["percent_of_limit"] = 100 * one["gops"] / bound
                 results.append(one)
                 print(

@@ -57,48 +57,48 @@ __attribute__((target("avx2"), noinline)) void read_all(const char* memory, size
 constexpr int64_t kRounds = 1 << 22;
 constexpr int kChains = 8;  // independent sums, enough to hide every latency
 
-// Each instruction by hand: a compiler would hoist, merge or spill.
+// By hand: a compiler would hoist, merge or spill.
 __attribute__((target("avx2"), noinline)) void avx2_int8() {
-  __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(5), sum[kChains];
-  for (auto& s : sum) s = _mm256_setzero_si256();
+  const __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(5);
+  __m256i s0 = a, s1 = a, s2 = a, s3 = a, s4 = a, s5 = a, s6 = a, s7 = a, product;
   for (int64_t i = 0; i < kRounds; ++i) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kChains; ++c) {
-      __m256i product;
-      asm volatile("vpmaddubsw %2, %1, %0" : "=x"(product) : "x"(a), "x"(b));
-      asm volatile("vpaddw %1, %0, %0" : "+x"(sum[c]) : "x"(product));
-    }
+    asm volatile(
+        "vpmaddubsw %10, %9, %8\n\tvpaddw %8, %0, %0\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %1, %1\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %2, %2\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %3, %3\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %4, %4\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %5, %5\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %6, %6\n\tvpmaddubsw %10, %9, %8\n\tvpaddw %8, %7, %7"
+        : "+x"(s0), "+x"(s1), "+x"(s2), "+x"(s3), "+x"(s4), "+x"(s5), "+x"(s6), "+x"(s7), "=&x"(product)
+        : "x"(a), "x"(b));
   }
 }
 
 __attribute__((target("avx2"), noinline)) void avx2_int16() {
-  __m256i a = _mm256_set1_epi16(3), b = _mm256_set1_epi16(5), sum[kChains];
-  for (auto& s : sum) s = _mm256_setzero_si256();
+  const __m256i a = _mm256_set1_epi16(3), b = _mm256_set1_epi16(5);
+  __m256i s0 = a, s1 = a, s2 = a, s3 = a, s4 = a, s5 = a, s6 = a, s7 = a, product;
   for (int64_t i = 0; i < kRounds; ++i) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kChains; ++c) {
-      __m256i product;
-      asm volatile("vpmaddwd %2, %1, %0" : "=x"(product) : "x"(a), "x"(b));
-      asm volatile("vpaddd %1, %0, %0" : "+x"(sum[c]) : "x"(product));
-    }
+    asm volatile(
+        "vpmaddwd %10, %9, %8\n\tvpaddd %8, %0, %0\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %1, %1\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %2, %2\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %3, %3\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %4, %4\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %5, %5\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %6, %6\n\tvpmaddwd %10, %9, %8\n\tvpaddd %8, %7, %7"
+        : "+x"(s0), "+x"(s1), "+x"(s2), "+x"(s3), "+x"(s4), "+x"(s5), "+x"(s6), "+x"(s7), "=&x"(product)
+        : "x"(a), "x"(b));
   }
 }
 
 __attribute__((target("avx512f,avx512vnni"), noinline)) void vnni_int8() {
-  __m512i a = _mm512_set1_epi32(0x03030303), b = _mm512_set1_epi32(0x05050505), sum[kChains];
-  for (auto& s : sum) s = _mm512_setzero_si512();
+  const __m512i a = _mm512_set1_epi32(0x03030303), b = _mm512_set1_epi32(0x05050505);
+  __m512i s0 = a, s1 = a, s2 = a, s3 = a, s4 = a, s5 = a, s6 = a, s7 = a;
   for (int64_t i = 0; i < kRounds; ++i) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kChains; ++c) asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum[c]) : "v"(a), "v"(b));
+    asm volatile(
+        "vpdpbusd %9, %8, %0\n\tvpdpbusd %9, %8, %1\n\tvpdpbusd %9, %8, %2\n\tvpdpbusd %9, %8, %3\n\tvpdpbusd %9, %8, %4\n\tvpdpbusd %9, %8, %5\n\tvpdpbusd %9, %8, %6\n\tvpdpbusd %9, %8, %7"
+        : "+v"(s0), "+v"(s1), "+v"(s2), "+v"(s3), "+v"(s4), "+v"(s5), "+v"(s6), "+v"(s7)
+        : "v"(a), "v"(b));
   }
 }
 
 __attribute__((target("avx512f,avx512vnni"), noinline)) void vnni_int16() {
-  __m512i a = _mm512_set1_epi32(0x00030003), b = _mm512_set1_epi32(0x00050005), sum[kChains];
-  for (auto& s : sum) s = _mm512_setzero_si512();
+  const __m512i a = _mm512_set1_epi32(0x00030003), b = _mm512_set1_epi32(0x00050005);
+  __m512i s0 = a, s1 = a, s2 = a, s3 = a, s4 = a, s5 = a, s6 = a, s7 = a;
   for (int64_t i = 0; i < kRounds; ++i) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kChains; ++c) asm volatile("vpdpwssd %2, %1, %0" : "+v"(sum[c]) : "v"(a), "v"(b));
+    asm volatile(
+        "vpdpwssd %9, %8, %0\n\tvpdpwssd %9, %8, %1\n\tvpdpwssd %9, %8, %2\n\tvpdpwssd %9, %8, %3\n\tvpdpwssd %9, %8, %4\n\tvpdpwssd %9, %8, %5\n\tvpdpwssd %9, %8, %6\n\tvpdpwssd %9, %8, %7"
+        : "+v"(s0), "+v"(s1), "+v"(s2), "+v"(s3), "+v"(s4), "+v"(s5), "+v"(s6), "+v"(s7)
+        : "v"(a), "v"(b));
   }
 }
 

@@ -1,6 +1,7 @@
 // The dense ops of a layer, each fused into one call: norms, quantisation, products, rotation, residuals.
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "batch.h"
 #include "ffi.h"
@@ -257,7 +258,7 @@ void gated_product(const KernelScope& scope, const Matrix& gate_up, const Activa
   if (num_tiles == 0) return;
   const int64_t num_blocks = (num_tiles + kBlockTiles - 1) / kBlockTiles;
   const int64_t block_tiles = (num_tiles + num_blocks - 1) / num_blocks;
-  const int64_t num_groups = next.num_groups;
+  const int64_t num_groups = next.num_groups, together = panels_together(num_tiles);
   scope.pool().run(num_blocks * num_groups, [&](int64_t task, int) {
     const int64_t block = task / num_groups, group = task % num_groups;
     const int64_t count = std::min(kGroup, gate.num_columns - group * kGroup);
@@ -267,9 +268,13 @@ void gated_product(const KernelScope& scope, const Matrix& gate_up, const Activa
     alignas(64) float u[kTilePanels * kTileRows * kPanel] = {};
     const int64_t last_tile = std::min(num_tiles, (block + 1) * block_tiles);
     for (int64_t tile = block * block_tiles; tile < last_tile; ++tile) {
-      multiply_tile(acts, tile, gate, kTilePanels * group, num_panels, g);
-      multiply_tile(acts, tile, up, kTilePanels * group, num_panels, u);
       const int64_t rows = acts.plan.rows(tile);  // the next product's tiles are the same
+      for (const auto& [segment, to] : {std::pair(&gate, g), std::pair(&up, u)}) {
+        for (int64_t panel = 0; panel < num_panels; panel += together) {
+          multiply_tile(acts, tile, *segment, kTilePanels * group + panel, std::min(together, num_panels - panel),
+                        to + panel * rows * kPanel);
+        }
+      }
       if (gelu) {
         gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return gelu_tanh8(v); });
       } else {

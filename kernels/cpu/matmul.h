@@ -77,6 +77,12 @@ constexpr int64_t kBlockTiles = 22;
 // Work of about this many multiply-adds is worth claiming on its own.
 constexpr int64_t kTaskProducts = 64 * 1024;
 
+// Panels that go together. Weights that few tiles use come from memory, whose reading ahead follows one panel at a time
+// nearly twice as fast as two (Zen 4, 19 GB/s against 11).
+constexpr int64_t kStreamedTiles = 4;
+
+inline int64_t panels_together(int64_t num_tiles) { return num_tiles > kStreamedTiles ? kTilePanels : 1; }
+
 // Times all panels of a matrix: done(column, num_columns, first_row, num_rows, tile [num_rows, 16]), once for every
 // panel and tile, from any thread.
 template <class Done>
@@ -85,13 +91,14 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
   for (int64_t i = 0; i < matrix.num_segments; ++i) num_panels += matrix.segments[i].num_panels();
   const int64_t num_tiles = acts.plan.num_tiles;
   if (num_tiles == 0) return;
+  const int64_t together = panels_together(num_tiles);
   const int64_t num_blocks = (num_tiles + kBlockTiles - 1) / kBlockTiles;
   const int64_t block_tiles = (num_tiles + num_blocks - 1) / num_blocks;
   const int64_t rows = std::min(acts.plan.num_rows, block_tiles * kTileRows);
   const int64_t panel_products = kPanel * matrix.num_inputs * std::max<int64_t>(1, rows / 2);
   const int64_t even = (num_panels + 4 * scope.pool().num_threads() - 1) / (4 * scope.pool().num_threads());
   const int64_t most = std::max<int64_t>(1, std::min(even, kTaskProducts / panel_products));
-  const int64_t grain = most > kTilePanels ? most / kTilePanels * kTilePanels : most;
+  const int64_t grain = most > together ? most / together * together : most;
   const int64_t chunks = (num_panels + grain - 1) / grain;
   scope.pool().run(num_blocks * chunks, [&](int64_t task, int) {
     const int64_t block = task / chunks;
@@ -104,7 +111,7 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
         passed += matrix.segments[segment_index++].num_panels();
       }
       const Segment& segment = matrix.segments[segment_index];
-      count = std::min({kTilePanels, last_panel - panel, passed + segment.num_panels() - panel});
+      count = std::min({together, last_panel - panel, passed + segment.num_panels() - panel});
       for (int64_t tile = first_tile; tile < last_tile; ++tile) {
         const int64_t num_rows = acts.plan.rows(tile);
         multiply_tile(acts, tile, segment, panel - passed, count, out);
