@@ -16,13 +16,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def engine_config(
-    path: Path, page_size: int, dtype: KVDtype, token_budget: int, *, exact: bool = True, max_streams: int = 4
+    path: Path,
+    page_size: int,
+    dtype: KVDtype,
+    token_budget: int,
+    *,
+    exact: bool = True,
+    max_streams: int = 4,
+    context: int = 1024,
 ) -> EngineConfig:
-    """Four slots, a context of 1,024 tokens, and a pool of 3,072 tokens."""
+    """With a pool of 3,072 tokens."""
     return EngineConfig(
         model_path=str(path),
         cache=CacheConfig(page_size, 3072 // page_size, dtype),
-        scheduler=SchedulerConfig(max_streams=max_streams, context=1024, token_budget=token_budget),
+        scheduler=SchedulerConfig(max_streams=max_streams, context=context, token_budget=token_budget),
         exact=exact,
         threads=2,
     )
