@@ -150,7 +150,9 @@ async def apply_load(settings: Settings) -> tuple[list[Outcome | Failure], float
     Raises: LoadError, if that first one fails.
     """
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    # A connection for each request: some servers close one after a stream, which a client finds out too late.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         first = await complete(session, settings, "warm up", time.perf_counter())
         if isinstance(first, Failure):
             raise LoadError(f"expected a stream from {settings.url}/v1/completions, got {first.text}")
