@@ -22,9 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_table import others_cpu_s
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.provenance import ROOT, report, write_json
+from benchmarks.provenance import ROOT, others_cpu_s, report, write_json
 from twinjet.checkpoints.pull import resolve_model
 
 PROMPT_TOKENS, GENERATED_TOKENS = 512, 128

@@ -10,16 +10,13 @@ Arguments that are not its own go to the command:
 import argparse
 import json
 import os
-import resource
 import shlex
 import statistics
 import subprocess
 import sys
 import time
 
-import psutil
-
-from benchmarks.provenance import report, write_json
+from benchmarks.provenance import others_cpu_s, report, write_json
 
 
 def with_median(record: dict) -> dict:
@@ -27,14 +24,6 @@ def with_median(record: dict) -> dict:
     samples = record["samples_tokens_per_s"]
     spread = {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
     return {**record, "tokens_per_s_spread": spread}
-
-
-def others_cpu_s() -> float:
-    """Processor seconds that went to anything but this process and the children it waited for, stolen ones included."""
-    times = psutil.cpu_times()
-    busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
-    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return busy - sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
 def main() -> None:

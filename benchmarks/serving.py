@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.engine_table import others_cpu_s
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.provenance import report, write_json
+from benchmarks.provenance import others_cpu_s, report, write_json
 from twinjet.assemble import open_model
 from twinjet.options import DEFAULT_MODEL, default_home
 

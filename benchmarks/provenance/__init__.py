@@ -3,11 +3,14 @@
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +34,14 @@ def describe_commit() -> str:
 
     changed = git("status", "--porcelain", "--", "benchmarks/*.py", "src", "kernels")
     return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+
+
+def others_cpu_s() -> float:
+    """Processor seconds that went to anything but this process and the children it waited for, stolen ones included."""
+    times = psutil.cpu_times()
+    busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return busy - sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
 def report(benchmark: str, load_average: float, results: dict[str, Any]) -> dict[str, Any]:

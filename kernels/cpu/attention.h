@@ -1,6 +1,6 @@
 // Ragged paged attention.
 //
-// The sum of a row over its tokens is a function of the row alone. Tokens are walked in blocks of 64 and segments of 256,
+// The sum of a row over its tokens is a function of the row alone. Tokens are walked in blocks of 64 and segments of 128,
 // both counted from position 0; a segment starts from nothing, and segments are merged in ascending order. What a mask
 // hides contributes exactly nothing. So rows may be grouped, and segments spread over threads, in any way.
 #pragma once

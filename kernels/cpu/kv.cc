@@ -41,7 +41,7 @@ void store_row(const float* from, int64_t H, int8_t* to, int64_t stride, int8_t*
   __m256 most = _mm256_setzero_ps();
   for (int64_t h = 0; h < H; h += 8) most = _mm256_max_ps(most, abs8(bounded(_mm256_loadu_ps(from + h), kLargest32)));
   const float peak = max8(most);
-  const bool vanishes = peak < 1e-30f;  // its inverse would overflow
+  const bool vanishes = peak < kVanishing;
   const __m256 inverse = _mm256_set1_ps(vanishes ? 0.0f : 127.0f / peak);
   const float step = vanishes ? 0.0f : peak / 127.0f;
   std::memcpy(scale, &step, sizeof(step));

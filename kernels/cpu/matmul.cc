@@ -8,9 +8,6 @@
 namespace twinjet {
 namespace {
 
-// A group this small is nothing: its scale's inverse would overflow.
-constexpr float kVanishing = 1e-30f;
-
 bool runs(Instructions instructions) {
   __builtin_cpu_init();
   if (instructions == Instructions::kAvx2) return true;  // or the library would not be used at all

@@ -14,10 +14,6 @@ TWINJET_INLINE __m256i broadcast4(const void* p) {
 
 TWINJET_INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-constexpr bool scaled_twice(Format f) { return super_bytes(f) > 0; }
-constexpr bool has_fifth_bit(Format f) { return f == Format::kQ5 || f == Format::kQ5M || f == Format::kQ5K; }
-constexpr bool has_minimum(Format f) { return f != Format::kQ8 && f != Format::kQ8Wide && f != Format::kQ6K; }
-
 // Eight bytes as floats.
 TWINJET_INLINE __m256 bytes_to_floats(const uint8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
@@ -87,6 +83,21 @@ TWINJET_INLINE void add_group(__m256 (&acc)[R][2], const __m256i (&dot)[R][2], c
         acc[r][half] = _mm256_fmadd_ps(minimum, _mm256_broadcast_ss(scales + 2 * r + 1), acc[r][half]);
       }
     }
+  }
+}
+
+template <int R>
+TWINJET_INLINE void clear(__m256 (&acc)[R][2]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+}
+
+template <int R>
+TWINJET_INLINE void store(const __m256 (&acc)[R][2], float* out) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
+    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
   }
 }
 
@@ -218,11 +229,11 @@ TWINJET_INLINE void multiply_group(__m256 (&acc)[R][2], const uint8_t* super, co
 
 // Integer weights. Groups of one super-scale go together.
 template <Format F, int R>
-__attribute__((noinline)) void tile_integers(const uint8_t* group, const int8_t* a, const float* scales, int64_t num_groups,
-                                        float* out) {
+__attribute__((noinline)) void tile_integers(const uint8_t* group, const int8_t* a, const float* scales,
+                                             int64_t num_groups, float* out) {
   constexpr int64_t kTogether = scaled_twice(F) ? kSuperGroups : 1;
   __m256 acc[R][2];
-  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  clear(acc);
   for (int64_t g = 0; g < num_groups; g += kTogether) {
     const uint8_t* super = group;
     group += super_bytes(F);
@@ -234,18 +245,15 @@ __attribute__((noinline)) void tile_integers(const uint8_t* group, const int8_t*
       scales += 2 * R;
     }
   }
-  for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
-    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
-  }
+  store(acc, out);
 }
 
 // 8-bit weights with 16-bit inputs.
 template <Format F, int R>
-__attribute__((noinline)) void tile_wide(const uint8_t* group, const int16_t* a, const float* scales, int64_t num_groups,
-                                       float* out) {
+__attribute__((noinline)) void tile_wide(const uint8_t* group, const int16_t* a, const float* scales,
+                                         int64_t num_groups, float* out) {
   __m256 acc[R][2];
-  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  clear(acc);
   for (int64_t g = 0; g < num_groups; ++g) {
     prefetch_group<F, R>(group);
     __m256i dot[R][2];
@@ -269,10 +277,7 @@ __attribute__((noinline)) void tile_wide(const uint8_t* group, const int16_t* a,
     a += R * kGroup;
     scales += 2 * R;
   }
-  for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
-    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
-  }
+  store(acc, out);
 }
 
 template <Format F>
@@ -287,7 +292,7 @@ TWINJET_INLINE __m256 load_floats(const uint8_t* group, int64_t at) {
 template <Format F, int R>
 __attribute__((noinline)) void tile_float(const uint8_t* group, const float* a, int64_t num_groups, float* out) {
   __m256 acc[R][2];
-  for (auto& row : acc) row[0] = row[1] = _mm256_setzero_ps();
+  clear(acc);
   for (int64_t g = 0; g < num_groups; ++g) {
     prefetch_group<F, R>(group);
 #pragma GCC unroll 4
@@ -303,10 +308,7 @@ __attribute__((noinline)) void tile_float(const uint8_t* group, const float* a, 
     group += group_bytes(F);
     a += R * kGroup;
   }
-  for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(out + r * kPanel, acc[r][0]);
-    _mm256_storeu_ps(out + r * kPanel + 8, acc[r][1]);
-  }
+  store(acc, out);
 }
 
 template <int R>

@@ -1,20 +1,13 @@
 // Products of up to six rows with one panel or two, by AVX-512 with VNNI: a register holds one step of all 16 columns,
 // and four products are added to a 32-bit sum at once, so no sum needs widening. With two panels an input that is loaded
-// serves two products; with one, loads bound it (Zen 4 loads one register in a cycle, and multiplies one) where the weights
-// are in a cache. Weights are not prefetched as they are for
-// AVX2: on Zen 4, the processor at hand, its own prefetching reads 30% faster without.
-#include <immintrin.h>
-
+// serves two products; with one, loads bound it where the weights are in a cache (Zen 4 loads one register in a cycle, and
+// multiplies one). Weights are not prefetched as they are for AVX2: on Zen 4, the processor at hand, its own prefetching
+// reads 30% faster without.
 #include "microkernels.h"
-
-#define TWINJET_INLINE inline __attribute__((always_inline))
+#include "simd.h"
 
 namespace twinjet {
 namespace {
-
-constexpr bool scaled_twice(Format f) { return f == Format::kQ4K || f == Format::kQ5K || f == Format::kQ6K; }
-constexpr bool has_fifth_bit(Format f) { return f == Format::kQ5 || f == Format::kQ5M || f == Format::kQ5K; }
-constexpr bool has_minimum(Format f) { return f != Format::kQ8 && f != Format::kQ8Wide && f != Format::kQ6K; }
 
 TWINJET_INLINE __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 

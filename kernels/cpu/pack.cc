@@ -159,12 +159,11 @@ constexpr int64_t q8_byte(Format format, int64_t column, int64_t k) {
 }
 
 bool eight_bits(Format format) { return format == Format::kQ8 || format == Format::kQ8Wide; }
-bool five_bits(Format format) { return format == Format::kQ5 || format == Format::kQ5M || format == Format::kQ5K; }
 
 int32_t get_integer(Format format, const uint8_t* group, int64_t column, int64_t k) {
   if (eight_bits(format)) return static_cast<int8_t>(group[q8_byte(format, column, k)]);
   const int32_t low = group[nibble_byte(column, k)] >> (k < 16 ? 0 : 4) & 15;
-  if (five_bits(format)) return low | (group[fifth_byte(column, k)] >> k / 4 & 1) << 4;
+  if (has_fifth_bit(format)) return low | (group[fifth_byte(column, k)] >> k / 4 & 1) << 4;
   if (format == Format::kQ6K) return low | (group[upper_byte(column, k)] >> (k % 16 / 4 * 2) & 3) << 4;
   return low;
 }
@@ -175,7 +174,7 @@ void put_integer(Format format, int32_t q, int64_t column, int64_t k, uint8_t* g
     return;
   }
   group[nibble_byte(column, k)] |= static_cast<uint8_t>((q & 15) << (k < 16 ? 0 : 4));
-  if (five_bits(format)) group[fifth_byte(column, k)] |= static_cast<uint8_t>(q >> 4 << k / 4);
+  if (has_fifth_bit(format)) group[fifth_byte(column, k)] |= static_cast<uint8_t>(q >> 4 << k / 4);
   if (format == Format::kQ6K) group[upper_byte(column, k)] |= static_cast<uint8_t>(q >> 4 << (k % 16 / 4 * 2));
 }
 

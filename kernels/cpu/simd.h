@@ -11,6 +11,9 @@
 
 namespace twinjet {
 
+// Numbers that are all smaller are rounded to nothing: the inverse of their scale would overflow.
+constexpr float kVanishing = 1e-30f;
+
 // Keeps the compiler from moving arithmetic on `v` across this point (GCC reorders integer sums and spills).
 #define TWINJET_PIN(v) asm("" : "+x"(v))
 

@@ -40,6 +40,13 @@ constexpr int64_t kNumFormats = 12;
 
 constexpr int64_t kSuperGroups = 8;  // groups under one super-scale
 
+constexpr bool has_fifth_bit(Format format) {
+  return format == Format::kQ5 || format == Format::kQ5M || format == Format::kQ5K;
+}
+constexpr bool has_minimum(Format format) {
+  return format != Format::kQ8 && format != Format::kQ8Wide && format != Format::kQ6K;
+}
+
 // Super-scales before every kSuperGroups groups; 0: the format has none.
 constexpr int64_t super_bytes(Format format) {
   switch (format) {
@@ -49,6 +56,8 @@ constexpr int64_t super_bytes(Format format) {
     default: return 0;
   }
 }
+
+constexpr bool scaled_twice(Format format) { return super_bytes(format) > 0; }
 
 // Where a group's scales begin.
 constexpr int64_t scales_at(Format format) {

@@ -16,7 +16,7 @@ from twinjet.ops.reference import ReferenceOps
 from twinjet.ops.specs import AttendSpec
 
 CONTEXT = 700
-"""Over two segments of 256 tokens."""
+"""Over five segments of 128 tokens."""
 
 WINDOWS = (None, 1, 100, 300, 4096)
 """100 and 300 start inside blocks, the last is over every length here."""

@@ -1,6 +1,6 @@
 """What steps took, beside what they should have: sums and histograms for the reports of an engine process.
 
-By the stamps that the device thread takes as a step begins and ends.
+By the stamps of a step's begin and end: the device's own, where it has a clock, else the engine's.
 """
 
 from bisect import bisect_left
