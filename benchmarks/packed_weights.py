@@ -38,6 +38,7 @@ from twinjet.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from twinjet.core.plan import PageGrant, Plan, SequenceWork
 from twinjet.core.types import SamplingParams
 from twinjet.engine.engine import Engine
+from twinjet.engine.interface import run_plan
 from twinjet.models.registry import load_params
 from twinjet.ops.cpu import CpuOps
 from twinjet.ops.cpu_library import load_library
@@ -169,10 +170,10 @@ class Decoder:
         """Median milliseconds of a step that decodes one row, behind a new prompt."""
         pages = tuple(range(CONTEXT // 16))
         prompt = SequenceWork(0, 0, 0, PROMPT, tuple(range(3, 3 + PROMPT)), True, GREEDY)
-        self._engine.step(Plan(0, (prompt,), (PageGrant(0, 0, pages),)))
+        run_plan(self._engine, Plan(0, (prompt,), (PageGrant(0, 0, pages),)))
         taken = []
         for index in range(num_tokens):
-            out = self._engine.step(Plan(1, (SequenceWork(0, 0, PROMPT + index, 1, None, True, GREEDY),)))
+            out = run_plan(self._engine, Plan(1, (SequenceWork(0, 0, PROMPT + index, 1, None, True, GREEDY),)))
             taken.append(1000 * (out.ended_s - out.started_s))
         return statistics.median(taken)
 

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -54,6 +55,27 @@ def blank_stats(**figures: Any) -> Stats:
     return Stats(**report)
 
 
+@dataclass(slots=True)
+class StepAtWait:
+    """Implements `engine.interface.DispatchedStep`: who waits for the step runs it."""
+
+    plan: Plan
+    step: Callable[[Plan], StepOutput]
+    result: StepOutput | None = None
+
+    @property
+    def step_id(self) -> int:
+        return self.plan.step_id
+
+    def wait(self) -> None:
+        self.result = self.step(self.plan)
+
+    def output(self) -> StepOutput:
+        if self.result is None:
+            raise RuntimeError(f"step {self.step_id} was not waited for")
+        return self.result
+
+
 class FakeEngine:
     """Implements `engine.interface.SteppingEngine`.
 
@@ -91,6 +113,9 @@ class FakeEngine:
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         for done in range(1, 4):
             on_progress(done, 3)
+
+    def dispatch(self, plan: Plan) -> StepAtWait:
+        return StepAtWait(plan, self.step)
 
     def step(self, plan: Plan) -> StepOutput:
         started_s = time.monotonic()
@@ -230,7 +255,8 @@ def load_fake_engine(config: EngineConfig, on_progress: Callable[[str, int, int]
         return True
 
     once = Path(options.pop("once")) if "once" in options else None
-    fail_at, crash_at, hang_at, fail_token = (number(n) for n in ("fail_at", "crash_at", "hang_at", "fail_token"))
+    fail_at, crash_at, hang_at = (number(n) for n in ("fail_at", "crash_at", "hang_at"))
+    fail_token, refuse_token = number("fail_token"), number("refuse_token")
     engine = FakeEngine(
         vocab_size=int(number("vocab", FAKE_VOCAB)),
         num_pages=config.cache.num_pages,
@@ -245,13 +271,20 @@ def load_fake_engine(config: EngineConfig, on_progress: Callable[[str, int, int]
     if options:
         raise errors.ConfigError(f"the fake engine knows no option {', '.join(options)}")
 
+    def given(plan: Plan) -> set[int]:
+        return {token for work in plan.work for token in work.token_ids or ()}
+
+    def dispatch(plan: Plan) -> StepAtWait:
+        if refuse_token in given(plan):
+            raise RuntimeError("the fake device refused a step")
+        return StepAtWait(plan, engine.step)
+
     def before_step(step: int, plan: Plan) -> None:
         if step == crash_at and happens():
             os.kill(os.getpid(), signal.SIGKILL)
         if step == hang_at and happens():
             time.sleep(3600)
-        given = {token for work in plan.work for token in work.token_ids or ()}
-        if (step == fail_at or fail_token in given) and happens():
+        if (step == fail_at or fail_token in given(plan)) and happens():
             raise RuntimeError(f"the fake device failed step {step}")
 
     def warm_up(on_progress: Callable[[int, int], None]) -> None:
@@ -260,6 +293,7 @@ def load_fake_engine(config: EngineConfig, on_progress: Callable[[str, int, int]
             on_progress(done, 3)
 
     engine.before_step = before_step
+    engine.dispatch = dispatch
     engine.warm_up = warm_up
     for done in range(1, 3):
         time.sleep(load_s / 2)

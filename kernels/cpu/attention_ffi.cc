@@ -53,7 +53,7 @@ ffi::Error run_append(F32Buffer keys, F32Buffer values, ffi::AnyBuffer, I32Buffe
       packed.element_count() != static_cast<size_t>(step.size)) {
     return invalid("append_kv: shapes do not fit the attributes");
   }
-  const KernelScope scope;
+  const KernelScope scope(Clocked::kNot);
   for (int64_t row = 0; row < step.num_rows(); ++row) {
     const int64_t position = step.position(row), page = step.pages(step.slot(row))[position / page_size];
     for (int64_t head = 0; head < num_kv_heads; ++head) {
@@ -74,7 +74,7 @@ ffi::Error run_gather(ffi::AnyBuffer kv, I32Buffer rows, ResultAny out, int64_t 
       static_cast<int64_t>(out->element_count()) != num_layers * 2 * M * num_kv_heads * pool->layout.row_elements()) {
     return invalid("gather_kv: expected [L, 2, M, K, W] of the pool's type");
   }
-  const KernelScope scope;
+  const KernelScope scope(Clocked::kNot);
   gather_kv(*pool, num_layers, rows.typed_data(), M, out->untyped_data(), scope.pool());
   return ffi::Error::Success();
 }
@@ -89,7 +89,7 @@ ffi::Error run_scatter(ffi::AnyBuffer, I32Buffer rows, ffi::AnyBuffer from, Resu
       static_cast<int64_t>(from.element_count()) != num_layers * 2 * M * num_kv_heads * pool->layout.row_elements()) {
     return invalid("scatter_kv: expected [L, 2, M, K, W] of the pool's type");
   }
-  const KernelScope scope;
+  const KernelScope scope(Clocked::kNot);
   scatter_kv(*pool, num_layers, rows.typed_data(), M, from.untyped_data(), scope.pool());
   return ffi::Error::Success();
 }

@@ -367,7 +367,7 @@ ffi::Error rope(I32Buffer packed, ResultF32 out, int64_t T, int64_t B, int64_t M
 
 // A plain product of all rows, for tests and benchmarks.
 ffi::Error matmul(F32Buffer x, BytesBuffer blob, ResultF32 out, Numbers weights) {
-  KernelScope scope;
+  KernelScope scope(Clocked::kNot);
   Matrix matrix;
   TWINJET_TRY(read_matrix(weights, blob, &matrix));
   const int64_t rows = x.dimensions()[0], N = matrix.num_columns;

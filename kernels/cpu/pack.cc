@@ -285,7 +285,7 @@ extern "C" __attribute__((visibility("default"))) int twinjet_pack(int64_t forma
   const int64_t num_groups = (num_inputs + kGroup - 1) / kGroup;
   const int64_t stride = row_bytes(quant, num_inputs);
   std::atomic<bool> finite{true};
-  KernelScope scope;
+  KernelScope scope(Clocked::kNot);
   scope.pool().run((num_columns + kPanel - 1) / kPanel, [&](int64_t panel, int) {
     bool good = true;
     uint8_t* first = out + panel * groups_bytes(format, num_groups);

@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -14,6 +15,7 @@
 #include <chrono>
 #include <climits>
 #include <cstdlib>
+#include <deque>
 #include <new>
 
 namespace twinjet {
@@ -35,6 +37,7 @@ constexpr uint64_t kOpen = uint64_t{1} << 16;
 constexpr uint64_t kActive = kOpen - 1;
 // Longer than the gap between two kernels of a step, shorter than the gap between steps.
 constexpr std::chrono::microseconds kSpin{40};
+constexpr int kYieldSpins = 16;
 constexpr unsigned kFlushBits = 0x8040;  // FTZ and DAZ
 
 uint64_t epoch_of(uint64_t state) { return state >> 32; }
@@ -51,9 +54,27 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// A process may run its other threads under SCHED_BATCH, so that none of them takes a core in the middle of a task (all
+// would wait for that task). They get one when a worker yields, which is between jobs. Threads inherit the policy.
+void run_before_batch_threads() {
+  static thread_local bool done = false;
+  if (done) return;
+  done = true;
+  sched_param priority{};
+  if (sched_getscheduler(0) == SCHED_BATCH) pthread_setschedparam(pthread_self(), SCHED_OTHER, &priority);
+}
+
+struct StepTimes {
+  int64_t started_ns = 0, ended_ns = 0, busy_ns = 0;
+};
+
+// Steps whose times nobody reads, as in tests of single kernels, are forgotten.
+constexpr size_t kMostUnread = 256;
+
 struct Context {
   std::mutex mutex;
-  int64_t started_ns = 0, ended_ns = 0, busy_ns = 0;
+  StepTimes step;               // the one that runs
+  std::deque<StepTimes> ended;  // not read yet
   std::unique_ptr<ThreadPool> pool;
   Scratch scratch;
 };
@@ -126,6 +147,7 @@ bool ThreadPool::wait_for_job(uint64_t last_epoch, uint64_t* joined) {
     }
     if (stopping_.load(std::memory_order_acquire)) return false;
     _mm_pause();
+    if (spins % kYieldSpins == 0) sched_yield();
     if (spins % 64 != 0 || std::chrono::steady_clock::now() < spin_until) continue;
     const uint32_t seen = wake_word_.load(std::memory_order_seq_cst);
     num_sleepers_.fetch_add(1, std::memory_order_seq_cst);
@@ -138,6 +160,7 @@ bool ThreadPool::wait_for_job(uint64_t last_epoch, uint64_t* joined) {
 }
 
 void ThreadPool::work(int thread) {
+  run_before_batch_threads();
   FlushDenormals flush;
   uint64_t epoch = 0;
   while (wait_for_job(epoch, &epoch)) {
@@ -180,17 +203,25 @@ void Scratch::reset() {
   used_ = 0;
 }
 
-KernelScope::KernelScope()
-    : lock_(context().mutex), started_ns_(now_ns()), pool_(nullptr), scratch_(&context().scratch) {
-  if (context().started_ns == 0) context().started_ns = started_ns_;
+KernelScope::KernelScope(Clocked clocked)
+    : lock_(context().mutex), clocked_(clocked), started_ns_(now_ns()), pool_(nullptr), scratch_(&context().scratch) {
+  run_before_batch_threads();
   if (context().pool == nullptr) context().pool = std::make_unique<ThreadPool>(1);
   pool_ = context().pool.get();
 }
 
 KernelScope::~KernelScope() {
   scratch_->reset();
-  context().ended_ns = now_ns();
-  context().busy_ns += context().ended_ns - started_ns_;
+  if (clocked_ == Clocked::kNot) return;
+  StepTimes& step = context().step;
+  if (step.started_ns == 0) step.started_ns = started_ns_;
+  step.ended_ns = now_ns();
+  step.busy_ns += step.ended_ns - started_ns_;
+  if (clocked_ != Clocked::kStepEnd) return;
+  std::deque<StepTimes>& ended = context().ended;
+  if (ended.size() == kMostUnread) ended.pop_front();
+  ended.push_back(step);
+  step = StepTimes();
 }
 
 }  // namespace twinjet
@@ -206,8 +237,12 @@ extern "C" void twinjet_init(int num_threads) {
 extern "C" void twinjet_read_clock(int64_t* started_ended_busy) {
   twinjet::Context& context = twinjet::context();
   std::lock_guard<std::mutex> lock(context.mutex);
-  started_ended_busy[0] = context.started_ns;
-  started_ended_busy[1] = context.ended_ns;
-  started_ended_busy[2] = context.busy_ns;
-  context.started_ns = context.ended_ns = context.busy_ns = 0;
+  twinjet::StepTimes times;
+  if (!context.ended.empty()) {
+    times = context.ended.front();
+    context.ended.pop_front();
+  }
+  started_ended_busy[0] = times.started_ns;
+  started_ended_busy[1] = times.ended_ns;
+  started_ended_busy[2] = times.busy_ns;
 }

@@ -96,10 +96,13 @@ class Scratch {
   size_t used_ = 0;  // of the last chunk
 };
 
+// What a kernel's time counts as: part of a step, its end, or none.
+enum class Clocked { kStep, kStepEnd, kNot };
+
 // What a kernel holds while it runs: the pool and the scratch, alone, with denormals flushed.
 class KernelScope {
  public:
-  KernelScope();
+  explicit KernelScope(Clocked clocked = Clocked::kStep);
   ~KernelScope();
   KernelScope(const KernelScope&) = delete;
   KernelScope& operator=(const KernelScope&) = delete;
@@ -119,6 +122,7 @@ class KernelScope {
 
  private:
   std::unique_lock<std::mutex> lock_;
+  const Clocked clocked_;
   int64_t started_ns_;
   FlushDenormals flush_;
   ThreadPool* pool_;
@@ -131,6 +135,6 @@ class KernelScope {
 // Calling it again replaces the threads.
 extern "C" __attribute__((visibility("default"))) void twinjet_init(int num_threads);
 
-// Since it was last asked: when the first kernel began and the last one ended (steady clock), and for how long kernels
-// ran, in nanoseconds. No kernel: all zero.
+// Of the oldest step that ended and was not read yet: when its first kernel began and its last one ended (steady clock),
+// and for how long its kernels ran, in nanoseconds. No such step: all zero. Steps end with the kernel that samples.
 extern "C" __attribute__((visibility("default"))) void twinjet_read_clock(int64_t* started_ended_busy);

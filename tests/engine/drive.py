@@ -11,6 +11,7 @@ from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, SchedulerCon
 from twinjet.core.plan import PageExport, PageGrant, PageImport, Plan, SequenceWork, StepOutput
 from twinjet.core.types import SamplingParams
 from twinjet.engine.engine import Engine, load_engine
+from twinjet.engine.interface import run_plan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -96,7 +97,7 @@ def step(engine: Engine, work: Sequence[tuple[Sequenced, Sequence[int] | None, b
     for sequence, token_ids, samples in work:
         planned.append(sequence.work(token_ids, samples=samples))
         grants += sequence.grant(sequence.num_computed)
-    output = engine.step(Plan(7, tuple(planned), tuple(grants)))
+    output = run_plan(engine, Plan(7, tuple(planned), tuple(grants)))
     sampling = [sequence for sequence, _, samples in work if samples]
     for sequence, token in zip(sampling, output.token_ids.tolist(), strict=True):
         sequence.tokens.append(token)
@@ -121,11 +122,11 @@ def decode(engine: Engine, sequences: Sequence[Sequenced], num_steps: int) -> No
 
 
 def export_kv(engine: Engine, page_ids: tuple[int, ...], start: int, stop: int) -> np.ndarray:
-    return engine.step(Plan(8, exports=(PageExport(1, page_ids, start, stop),))).exports[0]
+    return run_plan(engine, Plan(8, exports=(PageExport(1, page_ids, start, stop),))).exports[0]
 
 
 def import_kv(engine: Engine, page_ids: tuple[int, ...], start: int, kv: np.ndarray) -> None:
-    engine.step(Plan(9, imports=(PageImport(1, page_ids, start, kv),)))
+    run_plan(engine, Plan(9, imports=(PageImport(1, page_ids, start, kv),)))
 
 
 def random_kv(rng: np.random.Generator, engine: Engine, num_tokens: int, dtype: str = "float32") -> np.ndarray:

@@ -7,6 +7,7 @@ from tests.engine.drive import Sequenced, decode, export_kv, import_kv, pages, p
 from tests.models.naive import NaiveModel
 from twinjet.core.plan import PageExport, PageImport, Plan
 from twinjet.engine.engine import Engine
+from twinjet.engine.interface import run_plan
 from twinjet.engine.kv_cache import MOVE_TOKENS
 
 
@@ -69,7 +70,7 @@ def test_imports_come_before_rows_and_exports_after(
     work = second.work(first.tokens)
     moves = (PageImport(1, here, 0, kv[:, :, :25]), PageImport(1, here, 25, kv[:, :, 25:]))
     plan = Plan(1, (work,), second.grant(41), moves, (PageExport(1, here, 0, 41), PageExport(1, here, 40, 41)))
-    output = engine.step(plan)
+    output = run_plan(engine, plan)
     assert [*first.tokens, *output.token_ids.tolist()] == naive.greedy(token_ids, 2)
     np.testing.assert_array_equal(output.exports[0][:, :, :40], kv)
     np.testing.assert_array_equal(output.exports[0][:, :, 40:], output.exports[1])

@@ -10,6 +10,7 @@ from tests.models.naive import NaiveModel
 from twinjet.core.plan import Plan
 from twinjet.core.types import MAX_LOGPROBS, SamplingParams
 from twinjet.engine.engine import Engine
+from twinjet.engine.interface import run_plan
 
 PAGE_SIZE, NUM_PAGES = 16, 192
 
@@ -178,7 +179,7 @@ def test_a_plan_without_rows_changes_nothing(engine: Engine, naive: NaiveModel, 
     token_ids = prompt(rng, 8)
     (one,) = sequences(rng, 64)
     prefill(engine, one, token_ids, [8])
-    output = engine.step(Plan(3, grants=one.grant(40)))
+    output = run_plan(engine, Plan(3, grants=one.grant(40)))
     assert (output.step_id, output.token_ids.shape, output.num_padding_rows, output.exports) == (3, (0,), 0, ())
     decode(engine, [one], 12)
     assert one.tokens == naive.greedy(token_ids, 13)
@@ -198,7 +199,7 @@ def test_a_step_tells_when_the_device_began_and_ended_and_how_long_its_kernels_r
     # Kernels run one after another, all of them between the two.
     assert output.kernel_s is not None
     assert 0 < output.kernel_s <= output.ended_s - output.started_s + 1e-9
-    later = engine.step(Plan(step_id=7))
+    later = run_plan(engine, Plan(step_id=7))
     assert later.kernel_s is None
     assert later.started_s >= between_s
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from twinjet.core.config import CacheConfig, EngineConfig, KVDtype, PolicyName, SchedulerConfig
 from twinjet.core.types import SamplingParams, TokenLogprobs
 from twinjet.engine.engine import Engine, load_engine
+from twinjet.engine.interface import run_plan
 from twinjet.scheduler.cost_model import CostModel
 from twinjet.scheduler.pace import make_pace
 from twinjet.scheduler.scheduler import Scheduler
@@ -89,7 +90,7 @@ class Drive:
                 self.largest_step = max(self.largest_step, plan.num_rows)
                 self.most_chunks = max(self.most_chunks, sum(work.token_ids is not None for work in plan.work))
                 # Run at once, taken in later: as on a device, the next plan is made before these tokens are read.
-                in_flight.append(self.engine.step(plan))
+                in_flight.append(run_plan(self.engine, plan))
             if in_flight:
                 self._take_in(scheduler, in_flight.popleft())
             scheduler.check_integrity()

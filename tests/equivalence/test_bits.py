@@ -15,6 +15,7 @@ from tests.kernels.products import kernels
 from tests.tiny_models import write_tiny_gemma3, write_tiny_llama
 from twinjet.core.plan import PageGrant, Plan, SequenceWork
 from twinjet.engine.engine import Engine
+from twinjet.engine.interface import run_plan
 
 CONTEXT, NUM_PAGES, LENGTH = 512, 256, 190
 PAGES = CONTEXT // 16
@@ -62,7 +63,7 @@ def bits_of_chunks(engine: Engine, cuts: list[int], seed: int, num_strangers: in
                     SequenceWork(slot + 1, slot, starts[slot], len(chunk), chunk, True, GREEDY),
                 )
             starts[slot] += len(chunk)
-        output = engine.step(Plan(0, tuple(work), tuple(grants)))
+        output = run_plan(engine, Plan(0, tuple(work), tuple(grants)))
         grants = []
         row = work.index(mine)
         assert output.top_logprobs is not None
@@ -90,10 +91,10 @@ def bits_on_shared_pages(engine: Engine, cut: int, seed: int, num_strangers: int
         size = rng.choice((1, 3, 17, 40))
         others.append(SequenceWork(slot + 2, slot, 0, size, prompt(slot, size), True, GREEDY))
     if same_step:
-        output = engine.step(Plan(0, (owner, *others, mine), tuple(grants)))
+        output = run_plan(engine, Plan(0, (owner, *others, mine), tuple(grants)))
     else:
-        engine.step(Plan(0, (owner,), tuple(grants)))
-        output = engine.step(Plan(1, (*others, mine)))
+        run_plan(engine, Plan(0, (owner,), tuple(grants)))
+        output = run_plan(engine, Plan(1, (*others, mine)))
     assert output.top_logprobs is not None
     assert output.top_ids is not None
     return np.concatenate([output.top_ids[-1], output.top_logprobs[-1].view(np.int32)])

@@ -15,6 +15,7 @@ from twinjet.core.config import PolicyName
 from twinjet.core.plan import PageGrant, Plan, SequenceWork
 from twinjet.core.types import SamplingParams
 from twinjet.engine.engine import Engine
+from twinjet.engine.interface import run_plan
 from twinjet.scheduler.sequence import SequenceSpec
 
 CONTEXT, NUM_PAGES = 512, 256
@@ -42,7 +43,7 @@ def naive(engine: Engine, spec: SequenceSpec) -> list[int]:
     pages = PageGrant(0, 0, tuple(range(CONTEXT // 16)))
     for _ in range(spec.max_new_tokens):
         work = SequenceWork(0, 0, 0, len(tokens), tuple(tokens), True, spec.sampling)
-        tokens.append(int(engine.step(Plan(0, (work,), (pages,))).token_ids[0]))
+        tokens.append(int(run_plan(engine, Plan(0, (work,), (pages,))).token_ids[0]))
     return tokens[len(spec.token_ids) :]
 
 

@@ -257,6 +257,7 @@ FORECAST = Forecast(
     ttft_ms=((100, 100.0), (500, 600.0)),
     busy_ttft_ms=((100, 200.0), (500, 1200.0)),
     itl_ms=((1, 10.0), (4, 25.0)),
+    busy_itl_ms=50.0,
     prefill_tokens_s=1000.0,
     decode_tokens_s=160.0,
 )

@@ -136,6 +136,11 @@ def test_forecast() -> None:
     assert [n for n, _ in told.itl_ms] == [1, 4, 8, 16]
     assert told.itl_ms[0][1] == pytest.approx(21 + 0.5 + 0.513)
     assert told.decode_tokens_s == pytest.approx(16e3 / told.itl_ms[-1][1])
+    assert 0.95 * told.itl_target_ms < told.busy_itl_ms <= told.itl_target_ms, "steps beside streams fill the target"
+    least = SchedulerConfig(16, 2048, 512, itl_target_ms=1.0)
+    tight = forecast(make_pace(MODEL, least, CACHE), least)
+    steps = 512 // MIN_CHUNK_ROWS
+    assert tight.busy_itl_ms == pytest.approx(tight.busy_ttft_ms[-1][1] / steps, rel=0.05), "and go beyond a tight one"
     small = forecast(make_pace(MODEL, SchedulerConfig(2, 32, 8), CACHE), SchedulerConfig(2, 32, 8))
     assert [n for n, _ in small.ttft_ms] == [31]
 

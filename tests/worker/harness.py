@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.fakes import load_fake_engine
+from tests.fakes import FAKE_VOCAB, load_fake_engine
 from twinjet.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from twinjet.wire import pages as pages_module
 from twinjet.wire.launch import WorkerLaunch, dump_launch
 from twinjet.wire.messages import (
     Failed,
@@ -31,6 +33,7 @@ from twinjet.wire.messages import (
     ToEngine,
     ToOrchestrator,
 )
+from twinjet.wire.pages import pages_prefix
 from twinjet.wire.sockets import EngineSocket, ServerSocket
 from twinjet.worker.loop import WorkerLoop
 
@@ -280,3 +283,16 @@ def gone_within(pid: int, timeout_s: float) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def random_prompt(rng: random.Random, most: int = 100) -> list[int]:
+    return [rng.randrange(FAKE_VOCAB) for _ in range(rng.randint(1, most))]
+
+
+def segments(server: Server) -> list[Path]:
+    return list(pages_module._directory().glob(f"{pages_prefix(server.socket.endpoint)}*"))
+
+
+async def assert_at_rest(server: Server, engine_id: int = 0) -> None:
+    stats = await server.fresh_stats(engine_id)
+    assert (stats.num_running, stats.num_waiting, stats.pages_used, stats.waiting_tokens) == (0, 0, 0, 0)

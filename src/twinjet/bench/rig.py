@@ -68,6 +68,7 @@ class Rig:
         """`load` runs on the device thread."""
         self._config = config
         self._scheduler = Scheduler(config.scheduler, config.cache)
+        self._engine: SteppingEngine | None = None
         self._events: SimpleQueue[DeviceEvent] = SimpleQueue()
         self._device = DeviceThread(load, self._events.put)
         self._planned_rows: dict[int, int] = {}
@@ -84,6 +85,7 @@ class Rig:
                 case StartProgressed(stage, done, total):
                     on_progress(stage, done, total)
                 case EngineWarm(engine):
+                    self._engine = engine
                     return engine
                 case StartFailed(error):
                     if isinstance(error, TwinjetError):
@@ -120,17 +122,19 @@ class Rig:
         return Timing(prefill, decode)
 
     def _submit_plans(self) -> None:
+        if self._engine is None:
+            raise RuntimeError("the rig was not started")
         while self._scheduler.num_in_flight < self._config.pipeline_depth:
             plan = self._scheduler.schedule(time.monotonic())
             if plan is None:
                 return
             self._planned_rows[plan.step_id] = plan.num_rows
-            self._device.submit(plan)
+            self._device.watch(self._engine.dispatch(plan))
 
     def _next_output(self) -> StepOutput:
         match self._events.get():
-            case StepDone(output):
-                return output
+            case StepDone(step):
+                return step.output()
             case StepCrashed(step_id, error):
                 raise StepFailed(f"step {step_id} failed: {type(error).__name__}: {error}") from error
             case event:

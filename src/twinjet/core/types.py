@@ -121,6 +121,8 @@ class Forecast:
     """The same beside `busy_streams` streams."""
     itl_ms: tuple[tuple[int, float], ...]
     """(streams, milliseconds between tokens) while no prompt is computed."""
+    busy_itl_ms: float
+    """Milliseconds between tokens of `busy_streams` streams while the longest prompt of `busy_ttft_ms` is computed."""
     prefill_tokens_s: float
     decode_tokens_s: float
     """Of all streams together, as many as there are slots."""

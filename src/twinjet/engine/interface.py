@@ -31,9 +31,34 @@ class SteppingEngine(Protocol):
         """Compile every program; `on_progress(done, total)` after each."""
         ...
 
-    def step(self, plan: Plan) -> StepOutput:
-        """Run one plan to its end and return what the host needs. Blocks, with the GIL released while computing.
+    def dispatch(self, plan: Plan) -> "DispatchedStep":
+        """Hand a plan to the device, behind all that were dispatched before it, and come back without waiting for it.
 
-        Order within: imports, rows, exports. Called from one thread only.
+        Order within: imports, rows, exports. Called from one thread at a time.
         """
         ...
+
+
+class DispatchedStep(Protocol):
+    """One plan on its way through the device."""
+
+    @property
+    def step_id(self) -> int: ...
+
+    def wait(self) -> None:
+        """Return when the device has run it, with the GIL released meanwhile. Called once, in order, from any thread.
+
+        One that raises leaves the engine unusable.
+        """
+        ...
+
+    def output(self) -> StepOutput:
+        """What the host needs of a step that was waited for. From any thread."""
+        ...
+
+
+def run_plan(engine: SteppingEngine, plan: Plan) -> StepOutput:
+    """One step from dispatch to output, with nothing beside it."""
+    step = engine.dispatch(plan)
+    step.wait()
+    return step.output()

@@ -5,6 +5,7 @@ fresh array between steps; import scatters with the pool donated.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,10 +54,27 @@ def scatter_pages(ops: Ops, cache: Any, rows: Int[Array, " M"], kv: Float[Array,
     return ops.scatter(cache, rows, kv)
 
 
-def export_range(ops: Ops, cache: Any, page_ids: tuple[int, ...], start: int, stop: int, page_size: int) -> np.ndarray:
-    """Canonical pages [L, 2, stop - start, K, H] on the host."""
-    moves = [np.asarray(gather_pages(ops, cache, rows)) for rows in pool_rows(page_ids, start, stop, page_size)]
-    return np.concatenate(moves, axis=2)[:, :, : stop - start]
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Canonical pages of a range of positions, in arrays of their own on the device."""
+
+    moves: list[jax.Array]
+    """[L, 2, MOVE_TOKENS, K, H] each, the last one padded."""
+    num_tokens: int
+
+    def wait(self) -> None:
+        for move in self.moves:
+            move.block_until_ready()
+
+    def to_host(self) -> np.ndarray:
+        """[L, 2, num_tokens, K, H]."""
+        return np.concatenate([np.asarray(move) for move in self.moves], axis=2)[:, :, : self.num_tokens]
+
+
+def export_range(ops: Ops, cache: Any, page_ids: tuple[int, ...], start: int, stop: int, page_size: int) -> Gathered:
+    """Canonical pages of positions [start, stop), as they are when all that was dispatched before has run."""
+    moves = [gather_pages(ops, cache, rows) for rows in pool_rows(page_ids, start, stop, page_size)]
+    return Gathered(moves, stop - start)
 
 
 def import_range(ops: Ops, cache: Any, page_ids: tuple[int, ...], start: int, kv: np.ndarray, page_size: int) -> Any:

@@ -45,6 +45,7 @@ class CpuLibrary:
         self._read_clock = library.twinjet_read_clock
         self._read_clock.argtypes = [ctypes.POINTER(ctypes.c_int64)]
         self._read_clock.restype = None
+        self._clock = (ctypes.c_int64 * 3)()
         self._instructions = library.twinjet_instructions
         self._instructions.restype = ctypes.c_int64
         self._use_instructions = library.twinjet_use_instructions
@@ -65,9 +66,8 @@ class CpuLibrary:
 
     def read_clock(self) -> StepClock | None:
         """What kernels did since this was last called; None: nothing."""
-        clock = (ctypes.c_int64 * 3)()
-        self._read_clock(clock)
-        started, ended, busy = clock
+        self._read_clock(self._clock)
+        started, ended, busy = self._clock
         return StepClock(started / 1e9, ended / 1e9, busy / 1e9) if started else None
 
     def set_threads(self, num_threads: int) -> None:

@@ -5,6 +5,7 @@ Knows shapes of steps and milliseconds; neither sequences nor a clock. Tokens ne
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from twinjet.core.config import CacheConfig, SchedulerConfig
 from twinjet.core.types import Forecast
@@ -29,7 +30,7 @@ HEADROOM = 1.25
 _MOST_DRIFT, _DRIFT_SHARE = 4.0, 0.05
 """Limits of a ratio, and how much of it each step brings in."""
 
-_BUSY_STREAMS, _BUSY_TOKENS = 8, 512
+BUSY_STREAMS, BUSY_TOKENS = 8, 512
 """Streams, and tokens in each, that count as company in a forecast."""
 
 Divide = Callable[[int], list[int]]
@@ -129,7 +130,7 @@ def make_pace(model: CostModel, limits: SchedulerConfig, cache: CacheConfig) -> 
     most_tokens = min(limits.max_streams * limits.context, cache.num_pages * cache.page_size)
     longest = _decodes(limits.max_streams, most_tokens // limits.max_streams)
     if itl_target_ms is None:
-        usual = _decodes(limits.max_streams, min(_BUSY_TOKENS, most_tokens // limits.max_streams))
+        usual = _decodes(limits.max_streams, min(BUSY_TOKENS, most_tokens // limits.max_streams))
         roomy_ms = model.predict_ms(usual.plus(0, chunk_rows, True))
         itl_target_ms = max(AUTO_LEAST_MS, min(roomy_ms, max(AUTO_MOST_MS, 2 * model.predict_ms(usual))))
     bounded = limits.policy != "prefill-first"
@@ -147,12 +148,13 @@ def make_pace(model: CostModel, limits: SchedulerConfig, cache: CacheConfig) -> 
 def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
     """What to expect of an engine, for people."""
     model = pace.model
-    num_busy = min(_BUSY_STREAMS, limits.max_streams)
-    company = _decodes(num_busy, min(_BUSY_TOKENS, limits.context // 2))
+    num_busy = min(BUSY_STREAMS, limits.max_streams)
+    company = _decodes(num_busy, min(BUSY_TOKENS, limits.context // 2))
     streams = sorted({n for n in (1, 4, 8, 16, 32, limits.max_streams) if n <= limits.max_streams})
-    itl = tuple((n, model.predict_ms(_decodes(n, min(_BUSY_TOKENS, limits.context // 2)))) for n in streams)
+    itl = tuple((n, model.predict_ms(_decodes(n, min(BUSY_TOKENS, limits.context // 2)))) for n in streams)
     prompts = [n for n in (128, 512, 2048) if n < limits.context] or [limits.context - 1]
-    alone = tuple((n, _ttft_ms(pace, limits, NOTHING, n)) for n in prompts if n)
+    alone = tuple((n, sum(_prompt_steps_ms(pace, limits, NOTHING, n))) for n in prompts if n)
+    busy = [(n, _prompt_steps_ms(pace, limits, company, n)) for n in prompts if n]
     return Forecast(
         itl_target_ms=pace.itl_target_ms,
         stall_bound_ms=pace.stall_bound_ms,
@@ -161,21 +163,22 @@ def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
         busy_streams=num_busy,
         busy_chunk_rows=_next_rows(pace, limits, company, 0, limits.token_budget),
         ttft_ms=alone,
-        busy_ttft_ms=tuple((n, _ttft_ms(pace, limits, company, n)) for n in prompts if n),
+        busy_ttft_ms=tuple((n, sum(steps_ms)) for n, steps_ms in busy),
         itl_ms=itl,
+        busy_itl_ms=median(busy[-1][1] if busy else [model.predict_ms(company)]),
         prefill_tokens_s=max((1e3 * n / ms for n, ms in alone), default=0.0),
         decode_tokens_s=1e3 * itl[-1][0] / itl[-1][1],
     )
 
 
-def _ttft_ms(pace: Pace, limits: SchedulerConfig, company: StepShape, num_tokens: int) -> float:
-    """From the start of the first step to the end of the last that computes a prompt beside decoding rows."""
-    done, ms = 0, 0.0
+def _prompt_steps_ms(pace: Pace, limits: SchedulerConfig, company: StepShape, num_tokens: int) -> list[float]:
+    """Each step, from the first to the last, that computes a prompt beside decoding rows."""
+    done, steps_ms = 0, []
     while done < num_tokens:
         rows = _next_rows(pace, limits, company, done, num_tokens - done)
-        ms += pace.model.predict_ms(company.plus(done, rows, done + rows == num_tokens))
+        steps_ms.append(pace.model.predict_ms(company.plus(done, rows, done + rows == num_tokens)))
         done += rows
-    return ms
+    return steps_ms
 
 
 def _next_rows(pace: Pace, limits: SchedulerConfig, company: StepShape, start: int, need: int) -> int:

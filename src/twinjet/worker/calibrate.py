@@ -10,7 +10,7 @@ from twinjet.core.config import EngineConfig
 from twinjet.core.plan import PageGrant, Plan, SequenceWork
 from twinjet.core.types import SamplingParams
 from twinjet.engine.buckets import choose_buckets
-from twinjet.engine.interface import SteppingEngine
+from twinjet.engine.interface import SteppingEngine, run_plan
 from twinjet.scheduler.cost_model import NOTHING, MeasuredStep, StepShape
 
 MAX_STREAMS = 16
@@ -45,7 +45,7 @@ def measure_steps(engine: SteppingEngine, config: EngineConfig) -> list[Measured
         for number, kind in enumerate(kinds):
             if time.monotonic() >= deadline_s and (number >= _MUST or times_ms.get(kind)):
                 return [MeasuredStep(_shape(kind), min(times)) for kind, times in times_ms.items()]
-            output = engine.step(_plan(kind, config))
+            output = run_plan(engine, _plan(kind, config))
             times_ms.setdefault(kind, []).append((output.ended_s - output.started_s) * 1e3)
 
 

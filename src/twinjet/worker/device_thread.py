@@ -1,17 +1,16 @@
-"""The thread that owns the engine: loads it, warms it up, and runs plans in the order they come.
+"""The thread that waits for the device: for the engine to load and to warm up, then for one step after the other.
 
-It never waits for the loop thread while a plan is queued; what it has to say it posts, and goes on. After a step that
-raised it runs nothing more, because the step may have consumed the device's state.
+Steps come dispatched, so the device goes from one to the next without it; what it has to say it posts, and goes on.
+After a step that raised it waits for nothing more, because the step may have consumed the device's state.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 
-from twinjet.core.plan import Plan, StepOutput
-from twinjet.engine.interface import SteppingEngine
+from twinjet.engine.interface import DispatchedStep, SteppingEngine
 from twinjet.scheduler.cost_model import MeasuredStep
 from twinjet.worker.process import name_thread
 
@@ -45,7 +44,7 @@ class EngineWarm:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    output: StepOutput
+    step: DispatchedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ MeasureEngine = Callable[[SteppingEngine], list[MeasuredStep]]
 
 
 class DeviceThread:
-    """Runs plans one after the other."""
+    """Tells of each step when it is done."""
 
     def __init__(
         self, load: LoadEngine, post: Callable[[DeviceEvent], None], measure: MeasureEngine | None = None
@@ -74,23 +73,20 @@ class DeviceThread:
         self._load = load
         self._measure = measure
         self._post = post
-        self._plans: SimpleQueue[Plan | None] = SimpleQueue()
+        self._steps: SimpleQueue[DispatchedStep | None] = SimpleQueue()
         # A daemon: a step that never ends must not keep the process from exiting.
         self._thread = Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, plan: Plan) -> None:
-        self._plans.put(plan)
+    def watch(self, step: DispatchedStep) -> None:
+        """Steps must come in the order in which they were dispatched."""
+        self._steps.put(step)
 
     def stop(self, timeout_s: float) -> bool:
-        """Drop what is queued, and let the running step end; False if it has not within `timeout_s`."""
-        try:
-            while True:
-                self._plans.get_nowait()
-        except Empty:
-            self._plans.put(None)
+        """Let all dispatched steps end; False if they have not within `timeout_s`."""
+        self._steps.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -106,10 +102,10 @@ class DeviceThread:
             self._post(StartFailed(error))
             return
         self._post(EngineWarm(engine, time.monotonic() - begin_s, measured))
-        while (plan := self._plans.get()) is not None:
+        while (step := self._steps.get()) is not None:
             try:
-                output = engine.step(plan)
+                step.wait()
             except BaseException as error:
-                self._post(StepCrashed(plan.step_id, error))
+                self._post(StepCrashed(step.step_id, error))
                 return
-            self._post(StepDone(output))
+            self._post(StepDone(step))

@@ -12,12 +12,12 @@ import os
 import time
 import traceback
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from twinjet.core.errors import CheckpointError, ConfigError, RequestError, StepFailed, TransferFailed, TwinjetError
 from twinjet.core.plan import StepOutput
-from twinjet.engine.interface import SteppingEngine
+from twinjet.engine.interface import DispatchedStep, SteppingEngine
 from twinjet.scheduler.cost_model import MeasuredStep, fit
 from twinjet.scheduler.pace import forecast, make_pace
 from twinjet.scheduler.scheduler import Scheduler
@@ -123,8 +123,8 @@ class WorkerLoop:
     def _take_events(self) -> None:
         while self._events and self._exit_code is None:
             match self._events.popleft():
-                case StepDone(output):
-                    self._complete(output)
+                case StepDone(step):
+                    self._complete(step)
                 case StepCrashed(step_id, error):
                     self._fail_step(step_id, error)
                 case StartProgressed(stage, done, total):
@@ -177,13 +177,17 @@ class WorkerLoop:
             self._settled = False
             if self._scheduler.num_in_flight == 1:
                 self._step_began_s = time.monotonic()
-            self._device.submit(plan)
+            try:
+                self._device.watch(self._engine.dispatch(plan))
+            except Exception as error:
+                self._device.watch(_NotDispatched(plan.step_id, error))
 
-    def _complete(self, output: StepOutput) -> None:
+    def _complete(self, done: DispatchedStep) -> None:
         try:
+            output = done.output()
             step = self._scheduler.complete(output)
-        except ValueError as error:
-            self._fail_step(output.step_id, error)
+        except Exception as error:
+            self._fail_step(done.step_id, error)
             return
         self._step_began_s = time.monotonic()
         more_work = self._scheduler.has_work
@@ -335,8 +339,22 @@ class WorkerLoop:
         if self._exit_code == 0:
             for event in list(self._events):
                 if isinstance(event, StepDone):
-                    self._complete(event.output)
+                    self._complete(event.step)
         self._transfers.stop(STOP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _NotDispatched:
+    """Implements `DispatchedStep` for a plan that the engine refused: it fails when its turn comes, as any other."""
+
+    step_id: int
+    error: Exception
+
+    def wait(self) -> None:
+        raise self.error
+
+    def output(self) -> StepOutput:
+        raise self.error
 
 
 def _describe(error: BaseException) -> str:

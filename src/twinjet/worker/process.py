@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Thread
 from types import FrameType
 
@@ -35,6 +36,25 @@ def limit_threads(num_threads: int) -> None:
     "tf_XLAEigen" threads as NPROC says.
     """
     os.environ["NPROC"] = str(num_threads)
+
+
+@contextmanager
+def behind_kernels() -> Iterator[None]:
+    """This thread, and those that it starts, take no core from a thread of the CPU kernels in the middle of its work.
+
+    They run when one is free, or when a kernel's worker yields, some dozen times a millisecond. Without it a step loses
+    as much time as Python takes beside it, since all threads of a kernel wait for the one that lost its core.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    if before[0] == os.SCHED_OTHER:  # else somebody has chosen
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, *before)
 
 
 def stop_on_signal_or_orphaned(stop: Callable[[], None], orphan_exit_s: float) -> None:
