@@ -1,6 +1,7 @@
 """A tokenizer of bytes, a chat template of one line, and an orchestrator that says what its script says."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
@@ -167,7 +168,9 @@ class FakeOrchestrator:
             token = reply[at] if at < len(reply) else ord(".")
             finish = "stop" if token in request.stop_token_ids else "length" if at + 1 == request.max_tokens else None
             num_cached = self.num_cached(request) if at == 0 else 0
-            yield TokenEvent((token,), self._logprobs(token, request.num_logprobs), finish, num_cached)
+            yield TokenEvent(
+                (token,), self._logprobs(token, request.num_logprobs), finish, num_cached, computed_s=time.monotonic()
+            )
             if finish:
                 return
 

@@ -113,6 +113,7 @@ def test_metrics():
         "http_errors_total|500": 1,
         "time_to_first_token_seconds_count": 4,
         "inter_token_latency_seconds_count": 2 * 4 + 3,
+        "token_delivery_seconds_count": 4 + 1,  # streamed ones
         "e2e_request_latency_seconds_count": 4,
         "num_requests_running": 0,
         "num_requests_waiting": 2,

@@ -97,6 +97,8 @@ class TokenEvent:
     """With the first token: how many of the prompt's came from the prefix cache."""
     error: str | None = None
     """What went wrong, with `finish_reason == "error"`."""
+    computed_s: float = 0.0
+    """When the device ended the step of the last token, by this host's monotonic clock; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,7 @@ class Dispatcher:
         for sequence_id, token_id, finish, logprob in zip(*columns[:3], logprobs, strict=True):
             attempt = self._journal.attempt(sequence_id, engine.engine_id)
             if attempt is not None:
+                attempt.entry.output.computed_s = message.computed_s
                 self._token(engine, attempt, token_id, finish, logprob, message.num_cached.get(sequence_id, 0))
         self._place()
 

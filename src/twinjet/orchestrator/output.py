@@ -14,7 +14,7 @@ from twinjet.core.types import FinishReason, TokenEvent, TokenLogprobs
 class Output:
     """Tokens not yet read, and the end. Written by the dispatcher, read by one `TokenStream`."""
 
-    __slots__ = ("_error", "_finish_reason", "_logprobs", "_token_ids", "_waiter", "num_cached")
+    __slots__ = ("_error", "_finish_reason", "_logprobs", "_token_ids", "_waiter", "computed_s", "num_cached")
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -24,6 +24,8 @@ class Output:
         self._waiter: asyncio.Future[None] | None = None
         self.num_cached = 0
         """As in `TokenEvent`; goes out with the next event."""
+        self.computed_s = 0.0
+        """As in `TokenEvent`."""
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self._token_ids.append(token_id)
@@ -46,6 +48,7 @@ class Output:
             finish_reason=self._finish_reason,
             num_cached=self.num_cached,
             error=self._error,
+            computed_s=self.computed_s,
         )
         self.num_cached = 0
         self._token_ids.clear()

@@ -25,6 +25,8 @@ class Delta:
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: Literal["stop", "length"] | None
+    computed_s: float = 0.0
+    """As in `TokenEvent`."""
 
 
 class Choice:
@@ -101,7 +103,7 @@ class Choice:
             self._count()
         if finish is not None:
             self._end(finish)
-        return Delta(ids, text, event.logprobs, finish)
+        return Delta(ids, text, event.logprobs, finish, event.computed_s)
 
     def _count(self) -> None:
         now = monotonic()
@@ -247,6 +249,7 @@ def _by_step(event: TokenEvent) -> Iterator[TokenEvent]:
     logprobs = event.logprobs
     for at in range(len(ids)):
         finish = event.finish_reason if at == len(ids) - 1 and not finish_apart else None
-        yield TokenEvent(ids[at : at + 1], None if logprobs is None else logprobs[at : at + 1], finish)
+        step_logprobs = None if logprobs is None else logprobs[at : at + 1]
+        yield TokenEvent(ids[at : at + 1], step_logprobs, finish, computed_s=event.computed_s)
     if finish_apart:
         yield TokenEvent(finish_reason=event.finish_reason, error=event.error)

@@ -20,6 +20,24 @@ from twinjet.wire.messages import DURATION_BOUNDS_S, Durations
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_DELIVERY_S = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.0015,
+    0.002,
+    0.003,
+    0.004,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.05,
+    0.1,
+    0.5,
+    2.5,
+)
 _E2E_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
 _ENGINE_GAUGES = (
@@ -87,6 +105,9 @@ class ServerMetrics(Collector):
             "time_to_first_token_seconds", "Arrival of the request to its first token, queueing included.", _TTFT_S
         )
         self.itl = Histogram("inter_token_latency_seconds", "Each gap between two tokens of a sequence.", _ITL_S)
+        self.delivery = Histogram(
+            "token_delivery_seconds", "End of a step on the device to each of its streamed tokens written.", _DELIVERY_S
+        )
         self.e2e = Histogram("e2e_request_latency_seconds", "Arrival of the request to a sequence's end.", _E2E_S)
         self.finished: Counter[str] = Counter()
         """Sequences by finish reason."""
@@ -108,6 +129,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield self.ttft.family()
         yield self.itl.family()
+        yield self.delivery.family()
         yield self.e2e.family()
         yield _counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
         yield _counter("generation_tokens", "Tokens delivered to clients.", self.generation_tokens)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -112,6 +112,8 @@ class Reply(ABC):
             if delta.finish_reason is not None:
                 self._to_finish.remove(choice.index)
             await write(self._chunk(choice, delta, first))
+            if delta.computed_s:
+                self._metrics.delivery.add(monotonic() - delta.computed_s)
 
         try:
             await generation.run(emit)

@@ -130,6 +130,8 @@ class StepTokens(Message, frozen=True):
     """None where no sequence of the step asked."""
     num_cached: dict[int, int] = {}
     """By sequence, where this is its first token and some of its known tokens came from the prefix cache: how many."""
+    computed_s: float = 0.0
+    """When the device ended the step, by the monotonic clock of the engine's host; 0: not told."""
 
 
 class SequenceEnded(Message, frozen=True):

@@ -194,7 +194,7 @@ class WorkerLoop:
         self._submit_plans()
         self._meter.add(output, step, more_work=more_work)
         if step.emissions:
-            self._socket.send(step_tokens(output.step_id, step.emissions))
+            self._socket.send(step_tokens(output.step_id, step.emissions, output.ended_s))
         by_sequence: dict[int, list[Exported]] = {}
         for export in step.exports:
             by_sequence.setdefault(export.sequence_id, []).append(export)

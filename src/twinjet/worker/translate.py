@@ -45,7 +45,7 @@ def sequence_spec(message: Submit, vocab_size: int) -> SequenceSpec:
     )
 
 
-def step_tokens(step_id: int, emissions: Sequence[Emission]) -> StepTokens:
+def step_tokens(step_id: int, emissions: Sequence[Emission], computed_s: float) -> StepTokens:
     """All tokens of a step as one message."""
     logprobs = None
     if any(emission.logprobs is not None for emission in emissions):
@@ -57,6 +57,7 @@ def step_tokens(step_id: int, emissions: Sequence[Emission]) -> StepTokens:
         finish=[emission.finish for emission in emissions],
         logprobs=logprobs,
         num_cached={emission.sequence_id: emission.num_cached for emission in emissions if emission.num_cached},
+        computed_s=computed_s,
     )
 
 
