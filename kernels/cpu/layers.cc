@@ -31,6 +31,8 @@ ffi::Error read_matrix(Numbers numbers, BytesBuffer blob, Matrix* matrix) {
     if (offset < 0 || end > static_cast<int64_t>(blob.element_count())) return invalid("a matrix ends outside the weights");
     matrix->segments[i] = segment;
     matrix->num_columns += num_columns;
+    matrix->next = blob.typed_data() + end;
+    matrix->next_bytes = static_cast<int64_t>(blob.element_count()) - end;
   }
   matrix->num_segments = num_segments;
   return ffi::Error::Success();

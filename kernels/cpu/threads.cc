@@ -2,7 +2,6 @@
 
 #include <immintrin.h>
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -37,7 +36,12 @@ constexpr uint64_t kOpen = uint64_t{1} << 16;
 constexpr uint64_t kActive = kOpen - 1;
 // Longer than the gap between two kernels of a step, shorter than the gap between steps.
 constexpr std::chrono::microseconds kSpin{40};
+// Where the system does not interrupt a thread for one that was woken (PREEMPT_NONE), Python would wait for a clock tick, up
+// to 4 ms, to read a step's tokens. So every kernel yields as it begins, and its workers while they wait, which is when
+// nobody waits for them.
 constexpr int kYieldSpins = 16;
+// Of memory, between two looks for a job.
+constexpr uintptr_t kFetchBytes = 512;
 constexpr unsigned kFlushBits = 0x8040;  // FTZ and DAZ
 
 uint64_t epoch_of(uint64_t state) { return state >> 32; }
@@ -52,16 +56,6 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// A process may run its other threads under SCHED_BATCH, so that none of them takes a core in the middle of a task (all
-// would wait for that task). They get one when a worker yields, which is between jobs. Threads inherit the policy.
-void run_before_batch_threads() {
-  static thread_local bool done = false;
-  if (done) return;
-  done = true;
-  sched_param priority{};
-  if (sched_getscheduler(0) == SCHED_BATCH) pthread_setschedparam(pthread_self(), SCHED_OTHER, &priority);
 }
 
 struct StepTimes {
@@ -125,6 +119,24 @@ void ThreadPool::run_job(int64_t num_tasks, Call call, void* fn) {
   }
 }
 
+void ThreadPool::read_ahead(const void* begin, int64_t size) {
+  // In this order a worker that sees one and not yet the other fetches too little or nothing.
+  ahead_end_.store(0, std::memory_order_relaxed);
+  ahead_.store(reinterpret_cast<uintptr_t>(begin), std::memory_order_release);
+  ahead_end_.store(reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(size), std::memory_order_release);
+}
+
+// False: there is nothing to fetch.
+bool ThreadPool::fetch_ahead() {
+  const uintptr_t end = ahead_end_.load(std::memory_order_acquire);
+  if (ahead_.load(std::memory_order_relaxed) >= end) return false;
+  const uintptr_t from = ahead_.fetch_add(kFetchBytes, std::memory_order_relaxed);
+  for (uintptr_t at = from; at < from + kFetchBytes; at += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+  }
+  return true;
+}
+
 void ThreadPool::claim_tasks(int thread) {
   for (;;) {
     const int64_t task = next_task_.fetch_add(1, std::memory_order_relaxed);
@@ -146,6 +158,7 @@ bool ThreadPool::wait_for_job(uint64_t last_epoch, uint64_t* joined) {
       continue;
     }
     if (stopping_.load(std::memory_order_acquire)) return false;
+    if (fetch_ahead()) continue;
     _mm_pause();
     if (spins % kYieldSpins == 0) sched_yield();
     if (spins % 64 != 0 || std::chrono::steady_clock::now() < spin_until) continue;
@@ -160,7 +173,6 @@ bool ThreadPool::wait_for_job(uint64_t last_epoch, uint64_t* joined) {
 }
 
 void ThreadPool::work(int thread) {
-  run_before_batch_threads();
   FlushDenormals flush;
   uint64_t epoch = 0;
   while (wait_for_job(epoch, &epoch)) {
@@ -205,7 +217,7 @@ void Scratch::reset() {
 
 KernelScope::KernelScope(Clocked clocked)
     : lock_(context().mutex), clocked_(clocked), started_ns_(now_ns()), pool_(nullptr), scratch_(&context().scratch) {
-  run_before_batch_threads();
+  sched_yield();
   if (context().pool == nullptr) context().pool = std::make_unique<ThreadPool>(1);
   pool_ = context().pool.get();
 }

@@ -54,12 +54,17 @@ class ThreadPool {
             const_cast<void*>(static_cast<const void*>(&fn)));
   }
 
+  // What is likely to be read next. Workers that wait for a job fetch it into their caches: between two kernels memory
+  // would be idle otherwise. Any address will do, nothing is read.
+  void read_ahead(const void* begin, int64_t size);
+
  private:
   using Call = void (*)(void* fn, int64_t task, int thread);
 
   void run_job(int64_t num_tasks, Call call, void* fn);
   void claim_tasks(int thread);
   void work(int thread);
+  bool fetch_ahead();
   bool wait_for_job(uint64_t last_epoch, uint64_t* joined);
 
   const int num_threads_;
@@ -70,6 +75,9 @@ class ThreadPool {
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int64_t> next_task_{0};
   alignas(64) std::atomic<uint32_t> wake_word_{0};
+  // Addresses; the first is claimed piece by piece.
+  alignas(64) std::atomic<uintptr_t> ahead_{0};
+  std::atomic<uintptr_t> ahead_end_{0};
   std::atomic<int> num_sleepers_{0};
   std::atomic<bool> stopping_{false};
   std::vector<std::thread> workers_;

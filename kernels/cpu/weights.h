@@ -126,6 +126,8 @@ struct Matrix {
   int64_t num_segments = 0;
   int64_t num_inputs = 0;
   int64_t num_columns = 0;
+  const uint8_t* next = nullptr;  // what the layers' order needs next: the bytes behind, up to the end of all weights
+  int64_t next_bytes = 0;
 
   bool needs(Activation kind) const {
     for (int64_t i = 0; i < num_segments; ++i) {

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -58,19 +59,23 @@ def test_threads_and_names() -> None:
     asyncio.run(scenario())
 
 
-def test_compute_threads_are_those_configured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("exact", "num_threads"), [(True, 3), (False, 1)])
+def test_xla_has_the_threads_configured_or_one_beside_our_kernels(
+    tmp_path: Path, exact: bool, num_threads: int
+) -> None:
     (tmp_path / "report_threads.py").write_text(
         "import os\n"
         "from twinjet.core.errors import ConfigError\n"
         "def load(config, on_progress):\n"
         "    raise ConfigError('NPROC is ' + os.environ['NPROC'])\n"
     )
+    config = replace(fake_config(), threads=3, exact=exact)
 
     async def scenario() -> None:
         async with Server() as server:
-            with process_worker(server, fake_config(), factory="report_threads:load", path=str(tmp_path)):
+            with process_worker(server, config, factory="report_threads:load", path=str(tmp_path)):
                 await server.until(lambda: server.of(Failed))
-                assert server.of(Failed) == [Failed("ConfigError", "NPROC is 1")]
+                assert server.of(Failed) == [Failed("ConfigError", f"NPROC is {num_threads}")]
 
     asyncio.run(scenario())
 

@@ -24,7 +24,7 @@ from twinjet.scheduler.sequence import SequenceSpec
 from twinjet.wire.launch import DEFAULT_FACTORY
 from twinjet.worker import garbage
 from twinjet.worker.device_thread import LoadEngine
-from twinjet.worker.process import SWITCH_INTERVAL_S, behind_kernels, limit_threads
+from twinjet.worker.process import SWITCH_INTERVAL_S, limit_threads
 from twinjet.worker.start import load_engine
 
 StartProgress = Callable[[str, int, int], None]
@@ -48,10 +48,9 @@ def bench_model(
     Raises: CheckpointError, ConfigError, EngineDead, StepFailed.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    limit_threads(config.threads)
+    limit_threads(config)
     bench = Bench(name, config, partial(load_engine, DEFAULT_FACTORY, config))
-    with behind_kernels():
-        return bench.run(tests, repetitions, max_time_s, on_start, on_test)
+    return bench.run(tests, repetitions, max_time_s, on_start, on_test)
 
 
 class Bench:

@@ -22,7 +22,7 @@ def main() -> int:
         print(f"engine: standard input holds no start-up orders (twinjet.wire.launch): {error}", file=sys.stderr)
         return 1
     _set_up_logging(launch)
-    limit_threads(launch.config.threads)
+    limit_threads(launch.config)
     # Only now: what this imports may bring up a device runtime, which reads the environment once.
     from twinjet.worker.start import run_worker
 

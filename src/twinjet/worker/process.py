@@ -5,10 +5,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from types import FrameType
+
+from twinjet.core.config import EngineConfig
+from twinjet.kernels import KernelsUnavailable, open_library
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -28,33 +31,22 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
 
 
-def limit_threads(num_threads: int) -> None:
-    """Size XLA's CPU pools. To be called before JAX is loaded.
+def limit_threads(config: EngineConfig) -> None:
+    """Size XLA's CPU pools for an engine. To be called before JAX is loaded.
+
+    With our kernels one thread: it runs the programs one after the other, and the kernels have threads of their own. A
+    second one looks for work after every step, on the core that the next step needs.
 
     jaxlib (0.10.2) has no flag or client option for that; its CPU client takes NPROC as the number of cores
     (`DefaultThreadPoolSize` in xla/pjrt/cpu/cpu_client.cc), else the affinity mask. Seen in /proc/self/task: as many
     "tf_XLAEigen" threads as NPROC says.
     """
+    num_threads = config.threads
+    if not config.exact:
+        with suppress(KernelsUnavailable):
+            open_library()
+            num_threads = 1
     os.environ["NPROC"] = str(num_threads)
-
-
-@contextmanager
-def behind_kernels() -> Iterator[None]:
-    """This thread, and those that it starts, take no core from a thread of the CPU kernels in the middle of its work.
-
-    They run when one is free, or when a kernel's worker yields, some dozen times a millisecond. Without it a step loses
-    as much time as Python takes beside it, since all threads of a kernel wait for the one that lost its core.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    before = os.sched_getscheduler(0), os.sched_getparam(0)
-    if before[0] == os.SCHED_OTHER:  # else somebody has chosen
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, *before)
 
 
 def stop_on_signal_or_orphaned(stop: Callable[[], None], orphan_exit_s: float) -> None:

@@ -12,7 +12,7 @@ from twinjet.engine.interface import SteppingEngine
 from twinjet.wire.launch import WorkerLaunch
 from twinjet.wire.sockets import EngineSocket
 from twinjet.worker.loop import WorkerLoop
-from twinjet.worker.process import SWITCH_INTERVAL_S, behind_kernels, name_thread, stop_on_signal_or_orphaned
+from twinjet.worker.process import SWITCH_INTERVAL_S, name_thread, stop_on_signal_or_orphaned
 
 ORPHAN_EXIT_S = 0.5
 """A process whose parent has died is gone after this, finished or not."""
@@ -29,8 +29,7 @@ def run_worker(launch: WorkerLaunch) -> int:
         logging.getLogger(__name__).error("%s", error)
         return 1
     stop_on_signal_or_orphaned(loop.request_stop, ORPHAN_EXIT_S)
-    with behind_kernels():
-        exit_code = loop.run()
+    exit_code = loop.run()
     socket.close()
     return exit_code
 
