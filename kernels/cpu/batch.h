@@ -10,7 +10,7 @@ namespace twinjet {
 // Padding comes last in every part, so the first `num_...` entries are the real ones.
 class StepView {
  public:
-  static constexpr int64_t kNumCounts = 4;
+  static constexpr int64_t kNumCounts = 5;
   static constexpr int64_t kMaxTileRows = 128;
 
   struct Tile {
@@ -34,6 +34,7 @@ class StepView {
   int64_t num_singles() const { return counts_[1]; }
   int64_t num_tiles() const { return counts_[2]; }
   int64_t num_with_logprobs() const { return counts_[3]; }
+  int32_t tag() const { return counts_[4]; }
 
   // Rows that are not padding: they come first.
   int64_t num_rows() const {

@@ -18,11 +18,12 @@ ffi::Error run_sample(F32Buffer logits, I32Buffer packed, I32Buffer, ResultI32 r
   if (V < 1 || n > V || n > kMaxLogprobs) {
     return invalid("sample: cannot give " + std::to_string(n) + " of " + std::to_string(V) + " log-probabilities");
   }
-  const KernelScope scope(Clocked::kStepEnd);
+  KernelScope scope;
   sample(step, logits.typed_data(), V, n, result->typed_data(), scope.pool(), scope.scratch());
   for (int64_t i = 0; i < step.num_samples(); ++i) {
     last_token->typed_data()[step.sample_slot(i)] = result->typed_data()[i * to[1]];
   }
+  scope.ends_step(step.tag(), result->typed_data(), step.num_samples() * to[1]);
   return ffi::Error::Success();
 }
 

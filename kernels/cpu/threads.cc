@@ -14,8 +14,9 @@
 #include <chrono>
 #include <climits>
 #include <cstdlib>
-#include <deque>
 #include <new>
+
+#include "steps.h"
 
 namespace twinjet {
 namespace {
@@ -54,21 +55,8 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-struct StepTimes {
-  int64_t started_ns = 0, ended_ns = 0, busy_ns = 0;
-};
-
-// Steps whose times nobody reads, as in tests of single kernels, are forgotten.
-constexpr size_t kMostUnread = 256;
-
 struct Context {
   std::mutex mutex;
-  StepTimes step;               // the one that runs
-  std::deque<StepTimes> ended;  // not read yet
   std::unique_ptr<ThreadPool> pool;
   Scratch scratch;
 };
@@ -225,15 +213,8 @@ KernelScope::KernelScope(Clocked clocked)
 KernelScope::~KernelScope() {
   scratch_->reset();
   if (clocked_ == Clocked::kNot) return;
-  StepTimes& step = context().step;
-  if (step.started_ns == 0) step.started_ns = started_ns_;
-  step.ended_ns = now_ns();
-  step.busy_ns += step.ended_ns - started_ns_;
-  if (clocked_ != Clocked::kStepEnd) return;
-  std::deque<StepTimes>& ended = context().ended;
-  if (ended.size() == kMostUnread) ended.pop_front();
-  ended.push_back(step);
-  step = StepTimes();
+  count_kernel(started_ns_, now_ns());
+  if (table_ != nullptr) end_step(tag_, table_, table_size_);
 }
 
 }  // namespace twinjet
@@ -244,17 +225,4 @@ extern "C" void twinjet_init(int num_threads) {
   if (context.pool == nullptr || context.pool->num_threads() != num_threads) {
     context.pool = std::make_unique<twinjet::ThreadPool>(num_threads);
   }
-}
-
-extern "C" void twinjet_read_clock(int64_t* started_ended_busy) {
-  twinjet::Context& context = twinjet::context();
-  std::lock_guard<std::mutex> lock(context.mutex);
-  twinjet::StepTimes times;
-  if (!context.ended.empty()) {
-    times = context.ended.front();
-    context.ended.pop_front();
-  }
-  started_ended_busy[0] = times.started_ns;
-  started_ended_busy[1] = times.ended_ns;
-  started_ended_busy[2] = times.busy_ns;
 }

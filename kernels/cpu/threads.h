@@ -104,8 +104,8 @@ class Scratch {
   size_t used_ = 0;  // of the last chunk
 };
 
-// What a kernel's time counts as: part of a step, its end, or none.
-enum class Clocked { kStep, kStepEnd, kNot };
+// Whether a kernel's time counts as a step's.
+enum class Clocked { kStep, kNot };
 
 // What a kernel holds while it runs: the pool and the scratch, alone, with denormals flushed.
 class KernelScope {
@@ -114,6 +114,13 @@ class KernelScope {
   ~KernelScope();
   KernelScope(const KernelScope&) = delete;
   KernelScope& operator=(const KernelScope&) = delete;
+
+  // This kernel is its step's last one, and leaves a table, which must outlive the scope.
+  void ends_step(int32_t tag, const int32_t* table, int64_t size) {
+    tag_ = tag;
+    table_ = table;
+    table_size_ = size;
+  }
 
   ThreadPool& pool() const { return *pool_; }
   Scratch& scratch() const { return *scratch_; }
@@ -132,6 +139,9 @@ class KernelScope {
   std::unique_lock<std::mutex> lock_;
   const Clocked clocked_;
   int64_t started_ns_;
+  int32_t tag_ = 0;
+  const int32_t* table_ = nullptr;
+  int64_t table_size_ = 0;
   FlushDenormals flush_;
   ThreadPool* pool_;
   Scratch* scratch_;
@@ -142,7 +152,3 @@ class KernelScope {
 // Sets the number of kernel threads (the caller of a kernel counts as one); to be called before the first kernel.
 // Calling it again replaces the threads.
 extern "C" __attribute__((visibility("default"))) void twinjet_init(int num_threads);
-
-// Of the oldest step that ended and was not read yet: when its first kernel began and its last one ended (steady clock),
-// and for how long its kernels ran, in nanoseconds. No such step: all zero. Steps end with the kernel that samples.
-extern "C" __attribute__((visibility("default"))) void twinjet_read_clock(int64_t* started_ended_busy);

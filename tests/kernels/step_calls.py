@@ -43,7 +43,7 @@ def threads(count: int) -> Iterator[None]:
         library().twinjet_init(2)
 
 
-def pack(layout: StepLayout, batch: Batch) -> np.ndarray:
+def pack(layout: StepLayout, batch: Batch, tag: int = 0) -> np.ndarray:
     """The packed array that `layout.unpack` turns into `batch`."""
     samples = batch.samples
     bits = [np.asarray(column).view(np.int32) for column in (samples.temperature, samples.top_p, samples.min_p)]
@@ -53,7 +53,7 @@ def pack(layout: StepLayout, batch: Batch) -> np.ndarray:
         samples.choice,
     ]  # fmt: skip
     parts = {
-        "counts": [samples.count, batch.num_singles, batch.num_tiles, samples.with_logprobs],
+        "counts": [samples.count, batch.num_singles, batch.num_tiles, samples.with_logprobs, tag],
         "rows": [batch.token_ids, batch.slot, batch.position],
         "samples": sample_rows,
         "singles": batch.single_rows,

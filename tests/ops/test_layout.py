@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from twinjet.core.plan import PageGrant, Plan, SequenceWork
 from twinjet.core.types import MAX_TOP_K, SamplingParams
 from twinjet.engine.packing import StepPacker
-from twinjet.ops.batch import MAX_TILE_ROWS, Batch, StepLayout
+from twinjet.ops.batch import MAX_TILE_ROWS, NUM_COUNTS, Batch, StepLayout
 
 B, MP = 6, 8
 LAYOUTS = {rows: StepLayout(rows, B, MP) for rows in (1, 7, 40, 300)}
@@ -70,8 +70,9 @@ def test_what_was_packed_comes_out(drawn: tuple[Plan, int]) -> None:
     plan, bucket = drawn
     layout = LAYOUTS[bucket]
     last_token = np.arange(B, dtype=np.int32) + 7000
-    packed = StepPacker(B, MP, LAYOUTS).pack(plan, bucket)
+    packed = StepPacker(B, MP, LAYOUTS).pack(plan, bucket, 9)
     assert packed.shape == (layout.size,)
+    assert packed[NUM_COUNTS - 1] == 9
     batch = jax.tree.map(np.asarray, unpack(layout, packed, last_token))
 
     num_rows = plan.num_rows
@@ -133,14 +134,14 @@ def test_the_most_tiles_that_can_be_needed_fit(bucket: int) -> None:
             for slot, rows in enumerate(sizes)
         )
         plan = Plan(1, work)
-        _check_cover(plan, jax.tree.map(np.asarray, unpack(LAYOUTS[bucket], _packer().pack(plan, bucket))), bucket)
+        _check_cover(plan, jax.tree.map(np.asarray, unpack(LAYOUTS[bucket], _packer().pack(plan, bucket, 9))), bucket)
 
 
 def test_grants_change_their_own_entries_only() -> None:
     packer = _packer()
     packer.grant((PageGrant(2, 0, (9, 8, 7)), PageGrant(5, 0, (1,))))
     packer.grant((PageGrant(2, 3, (6,)), PageGrant(5, 0, (4, 3))))
-    table = np.asarray(unpack(LAYOUTS[7], packer.pack(Plan(1), 7)).page_table)
+    table = np.asarray(unpack(LAYOUTS[7], packer.pack(Plan(1), 7, 9)).page_table)
     expected = np.zeros((B, MP), np.int32)
     expected[2, :4], expected[5, :2] = [9, 8, 7, 6], [4, 3]
     np.testing.assert_array_equal(table, expected)
@@ -150,10 +151,10 @@ def test_a_packed_plan_is_not_touched_by_later_ones() -> None:
     """The device may still read it."""
     packer = _packer()
     packer.grant((PageGrant(0, 0, (5,)),))
-    first = packer.pack(Plan(1), 7)
+    first = packer.pack(Plan(1), 7, 9)
     before = first.copy()
     packer.grant((PageGrant(0, 0, (6,)),))
-    packer.pack(Plan(2, (SequenceWork(1, 0, 3, 1, (4,), True, SamplingParams()),)), 7)
+    packer.pack(Plan(2, (SequenceWork(1, 0, 3, 1, (4,), True, SamplingParams()),)), 7, 9)
     np.testing.assert_array_equal(first, before)
 
 

@@ -23,9 +23,9 @@ class StepPacker:
         for grant in grants:
             self._page_table[grant.slot, grant.first_index : grant.first_index + len(grant.page_ids)] = grant.page_ids
 
-    def pack(self, plan: Plan, bucket: int) -> np.ndarray:
+    def pack(self, plan: Plan, bucket: int, tag: int) -> np.ndarray:
         """[X] int32 in the bucket's layout. Its own array each time: the device may still read the last one."""
-        return self._buckets[bucket].pack(plan, self._page_table)
+        return self._buckets[bucket].pack(plan, self._page_table, tag)
 
 
 class _Bucket:
@@ -45,7 +45,7 @@ class _Bucket:
         start, stop, shape = self._sections[name]
         return packed[start:stop].reshape(shape)
 
-    def pack(self, plan: Plan, page_table: np.ndarray) -> np.ndarray:
+    def pack(self, plan: Plan, page_table: np.ndarray, tag: int) -> np.ndarray:
         # Lists first, each then stored at once: numpy's price is by the call.
         token_ids: list[int] = []
         slots: list[int] = []
@@ -72,7 +72,7 @@ class _Bucket:
                 samples.append((row - 1, slot, start + num_tokens, *_sampling_words(work.sampling)))
                 with_logprobs += work.num_logprobs is not None
         packed = self._padding.copy()
-        self._part(packed, "counts")[:] = len(samples), len(singles), len(tiles), with_logprobs
+        self._part(packed, "counts")[:] = len(samples), len(singles), len(tiles), with_logprobs, tag
         self._part(packed, "rows")[:, :row] = token_ids, slots, positions
         if singles:
             self._part(packed, "singles")[: len(singles)] = singles

@@ -22,8 +22,11 @@ class EngineStep:
     """[S, 2 + 2 n] int32 as `run_step` packs them; None: the plan has no rows."""
     gathered: Sequence[Gathered]
     """The plan's exports."""
-    read_clock: Callable[[], StepClock | None]
+    finish: Callable[[jax.Array], tuple[np.ndarray, StepClock | None]]
+    """`Ops.finish` of this step."""
     dispatched_s: float
+    table: np.ndarray | None = None
+    """`samples` on the host."""
     clock: StepClock | None = None
 
     @property
@@ -32,8 +35,7 @@ class EngineStep:
 
     def wait(self) -> None:
         if self.samples is not None:
-            self.samples.block_until_ready()
-            self.clock = self.read_clock()
+            self.table, self.clock = self.finish(self.samples)
         for pages in self.gathered:
             pages.wait()
         if self.clock is None:
@@ -46,8 +48,8 @@ class EngineStep:
         sampling = [work for work in self.plan.work if work.samples]
         token_ids = np.empty(0, np.int32)
         logprobs = top_ids = top_logprobs = None
-        if self.samples is not None and sampling:
-            table = np.asarray(self.samples)[: len(sampling)]
+        if self.table is not None and sampling:
+            table = self.table[: len(sampling)]
             token_ids = table[:, 0]
             if any(work.num_logprobs is not None for work in sampling):
                 n = (table.shape[1] - 2) // 2

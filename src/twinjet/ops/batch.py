@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
-NUM_COUNTS = 4
-"""Scalars at the head: samples, singles, tiles, samples that want log-probabilities."""
+NUM_COUNTS = 5
+"""Scalars at the head: samples, singles, tiles, samples that want log-probabilities, and the step's tag, by which who
+dispatched the step finds its results again."""
 
 MAX_TILE_ROWS = 128
 """Rows of an attention tile: enough to make its products compute-bound in XLA."""

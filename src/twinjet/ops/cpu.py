@@ -29,6 +29,10 @@ KV_TOKENS = 16
 """Tokens of the pool's smallest unit (kernels/cpu/kv.h); pages hold a whole number of them."""
 
 
+LOOK_S = 0.05
+"""Between two looks at whether a step that has not ended has failed."""
+
+
 @dataclass(frozen=True, eq=False)
 class CpuBatch:
     """One step, as kernels take it: the packed array itself."""
@@ -64,8 +68,17 @@ class CpuOps:
     def pack(self, raw: RawModel, on_progress: Callable[[str, int, int], None]) -> CpuParams:
         return load_packed(self.library, raw, self.store, on_progress)
 
-    def read_clock(self) -> StepClock | None:
-        return self.library.read_clock()
+    def finish(self, tag: int, result: Array) -> tuple[np.ndarray, StepClock]:
+        """Told by the kernel that samples: XLA's own news may come after the next step (kernels/cpu/steps.h)."""
+        failed = False
+        while (ended := self.library.wait_step(tag, LOOK_S, result.size)) is None:
+            if failed:
+                raise RuntimeError(f"the step of tag {tag} ended without its last kernel")
+            if result.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  # jax declares it on its own class alone
+                result.block_until_ready()  # raises what a kernel did
+                failed = True
+        table, clock = ended
+        return table.reshape(-1, result.shape[1]), clock
 
     def create_cache(self, shape: PoolShape) -> Shaped[Array, "L P g K 2 16*W"]:
         units, row = shape.page_size // KV_TOKENS, kv_row_elements(shape.head_dim, shape.dtype)

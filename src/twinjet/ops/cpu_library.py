@@ -42,10 +42,15 @@ class CpuLibrary:
             [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
         )
         self._pack.restype = ctypes.c_int
-        self._read_clock = library.twinjet_read_clock
-        self._read_clock.argtypes = [ctypes.POINTER(ctypes.c_int64)]
-        self._read_clock.restype = None
-        self._clock = (ctypes.c_int64 * 3)()
+        self._wait_step = library.twinjet_wait_step
+        self._wait_step.argtypes = [
+            ctypes.c_int32,
+            ctypes.c_int64,
+            ctypes.POINTER(ctypes.c_int64),
+            ctypes.c_void_p,
+            ctypes.c_int64,
+        ]
+        self._wait_step.restype = ctypes.c_int64
         self._instructions = library.twinjet_instructions
         self._instructions.restype = ctypes.c_int64
         self._use_instructions = library.twinjet_use_instructions
@@ -64,11 +69,17 @@ class CpuLibrary:
         """
         return self._use_instructions(INSTRUCTIONS.index(name)) == 1
 
-    def read_clock(self) -> StepClock | None:
-        """What kernels did since this was last called; None: nothing."""
-        self._read_clock(self._clock)
-        started, ended, busy = self._clock
-        return StepClock(started / 1e9, ended / 1e9, busy / 1e9) if started else None
+    def wait_step(self, tag: int, timeout_s: float, most: int) -> tuple[np.ndarray, StepClock] | None:
+        """Wait for the step of that tag, with the GIL released; what it gave, `most` numbers at most, once.
+
+        None: it has not ended in that time, or was told of already.
+        """
+        table, times = np.empty(most, np.int32), (ctypes.c_int64 * 3)()
+        size = self._wait_step(tag, int(timeout_s * 1e6), times, table.ctypes.data, most)
+        if size < 0:
+            return None
+        started, ended, busy = times
+        return table[: min(size, most)], StepClock(started / 1e9, ended / 1e9, busy / 1e9)
 
     def set_threads(self, num_threads: int) -> None:
         """Kernel threads from now on; the thread that calls a kernel is one of them."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from twinjet.ops.batch import StepLayout
@@ -42,8 +43,11 @@ class Ops(Protocol):
         """
         ...
 
-    def read_clock(self) -> StepClock | None:
-        """The device's clock since this was last asked, when all that was asked of it is done; None: it has none."""
+    def finish(self, tag: int, result: Array) -> tuple[np.ndarray, StepClock | None]:
+        """Wait for the step of that tag, whose `sample` gives `result`.
+
+        Returns it on the host, as [samples, 2+2n] or with padding after, and the device's clock; None: it has none.
+        """
         ...
 
     def create_cache(self, shape: PoolShape) -> Any:
