@@ -69,6 +69,8 @@ def test_limits() -> None:
     assert pace.wait_bound_ms(500.0) == HEADROOM * 500.0
     tight = make_pace(MODEL, SchedulerConfig(16, 2048, 512, itl_target_ms=1.0), CACHE)
     assert tight.full_stall_bound_ms == pytest.approx(HEADROOM * worst)
+    usual = MODEL.predict_ms(StepShape(16, 16, 16 * 513, 0).plus(0, MIN_CHUNK_ROWS, True))
+    assert tight.stall_bound_ms == pytest.approx(HEADROOM * usual), "no bound that the least chunk would break"
     quick = CostModel((1, 512), (0.1, 1.0), 0.0, 0.0, 0.0)
     assert make_pace(quick, LIMITS, CACHE).itl_target_ms == AUTO_LEAST_MS
     slow = CostModel((1, 512), (400.0, 5000.0), 0.0, 0.0, 0.0)
@@ -127,7 +129,7 @@ def test_tokens_do_not_depend_on_the_target(target: float) -> None:
 
 def test_forecast() -> None:
     pace = make_pace(MODEL, LIMITS, CACHE)
-    told = forecast(pace, LIMITS)
+    told = forecast(pace, LIMITS, 2)
     assert told.chunk_rows == 64
     assert [n for n, _ in told.ttft_ms] == [128, 512], "2,048 tokens leave no room for an answer"
     two_chunks = MODEL.predict_ms(NOTHING.plus(0, 64, False)) + MODEL.predict_ms(NOTHING.plus(64, 64, True))
@@ -138,10 +140,10 @@ def test_forecast() -> None:
     assert told.decode_tokens_s == pytest.approx(16e3 / told.itl_ms[-1][1])
     assert 0.95 * told.itl_target_ms < told.busy_itl_ms <= told.itl_target_ms, "steps beside streams fill the target"
     least = SchedulerConfig(16, 2048, 512, itl_target_ms=1.0)
-    tight = forecast(make_pace(MODEL, least, CACHE), least)
+    tight = forecast(make_pace(MODEL, least, CACHE), least, 2)
     steps = 512 // MIN_CHUNK_ROWS
     assert tight.busy_itl_ms == pytest.approx(tight.busy_ttft_ms[-1][1] / steps, rel=0.05), "and go beyond a tight one"
-    small = forecast(make_pace(MODEL, SchedulerConfig(2, 32, 8), CACHE), SchedulerConfig(2, 32, 8))
+    small = forecast(make_pace(MODEL, SchedulerConfig(2, 32, 8), CACHE), SchedulerConfig(2, 32, 8), 2)
     assert [n for n, _ in small.ttft_ms] == [31]
 
 

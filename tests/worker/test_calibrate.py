@@ -66,7 +66,7 @@ def test_plans_fit_any_engine(
     )
     pace = make_pace(fit(measure_steps(engine, config)), config.scheduler, config.cache)
     check_plans(engine, config)
-    assert forecast(pace, config.scheduler).decode_tokens_s > 0
+    assert forecast(pace, config.scheduler, 2).decode_tokens_s > 0
 
 
 def test_a_slow_engine_is_measured_for_no_longer_than_it_must() -> None:

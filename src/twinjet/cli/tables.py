@@ -53,6 +53,10 @@ def forecast_facts(forecast: Forecast) -> tuple[tuple[str, str], ...]:
         (f"TTFT, {forecast.busy_streams} streams", times(forecast.busy_ttft_ms, "tokens")),
         ("ITL", times(forecast.itl_ms, "streams")),
         (
+            f"ITL, {forecast.busy_streams} streams",
+            f"{_ms(forecast.busy_itl_ms)} while a prompt is computed beside them",
+        ),
+        (
             "throughput",
             f"prefill {forecast.prefill_tokens_s:.0f} tokens/s, decode {forecast.decode_tokens_s:.0f} tokens/s "
             f"with {forecast.itl_ms[-1][0]} streams",

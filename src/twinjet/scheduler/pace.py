@@ -62,8 +62,8 @@ class Pace:
     chunk_rows: int
     """Rows of a step that give as good as the best throughput."""
     stall_bound_ms: float | None
-    """No running stream waits longer for its next token while decoding alone keeps to the target; None: prompts go
-    before streams, so there is no such bound."""
+    """No running stream waits longer for its next token, up to a usual length of all; None: prompts go before streams, so
+    there is no such bound."""
     full_stall_bound_ms: float | None
     """Nor longer than this with all streams on a full pool."""
 
@@ -129,23 +129,25 @@ def make_pace(model: CostModel, limits: SchedulerConfig, cache: CacheConfig) -> 
     # The longest step of decoding rows alone: all streams, the pool full. (Shared pages can be read more than once.)
     most_tokens = min(limits.max_streams * limits.context, cache.num_pages * cache.page_size)
     longest = _decodes(limits.max_streams, most_tokens // limits.max_streams)
+    usual = _decodes(limits.max_streams, min(BUSY_TOKENS, most_tokens // limits.max_streams))
     if itl_target_ms is None:
-        usual = _decodes(limits.max_streams, min(BUSY_TOKENS, most_tokens // limits.max_streams))
         roomy_ms = model.predict_ms(usual.plus(0, chunk_rows, True))
         itl_target_ms = max(AUTO_LEAST_MS, min(roomy_ms, max(AUTO_MOST_MS, 2 * model.predict_ms(usual))))
     bounded = limits.policy != "prefill-first"
-    worst_ms = max(itl_target_ms, model.predict_ms(longest.plus(0, MIN_CHUNK_ROWS, True)))
+    # Some rows of a prompt go beside streams whatever the target.
+    least_ms = max(itl_target_ms, model.predict_ms(usual.plus(0, MIN_CHUNK_ROWS, True)))
+    worst_ms = max(least_ms, model.predict_ms(longest.plus(0, MIN_CHUNK_ROWS, True)))
     return Pace(
         model=model,
         itl_target_ms=itl_target_ms,
         idle_limit_ms=max(IDLE_FACTOR * itl_target_ms, model.predict_ms(_chunk(0, chunk_rows))),
         chunk_rows=chunk_rows,
-        stall_bound_ms=HEADROOM * itl_target_ms if bounded else None,
+        stall_bound_ms=HEADROOM * least_ms if bounded else None,
         full_stall_bound_ms=HEADROOM * worst_ms if bounded else None,
     )
 
 
-def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
+def forecast(pace: Pace, limits: SchedulerConfig, pipeline_depth: int) -> Forecast:
     """What to expect of an engine, for people."""
     model = pace.model
     num_busy = min(BUSY_STREAMS, limits.max_streams)
@@ -155,6 +157,8 @@ def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
     prompts = [n for n in (128, 512, 2048) if n < limits.context] or [limits.context - 1]
     alone = tuple((n, sum(_prompt_steps_ms(pace, limits, NOTHING, n))) for n in prompts if n)
     busy = [(n, _prompt_steps_ms(pace, limits, company, n)) for n in prompts if n]
+    # Beside streams a prompt comes in the middle of a step, with others planned behind.
+    planned_ms = (pipeline_depth - 0.5) * model.predict_ms(company)
     return Forecast(
         itl_target_ms=pace.itl_target_ms,
         stall_bound_ms=pace.stall_bound_ms,
@@ -163,7 +167,7 @@ def forecast(pace: Pace, limits: SchedulerConfig) -> Forecast:
         busy_streams=num_busy,
         busy_chunk_rows=_next_rows(pace, limits, company, 0, limits.token_budget),
         ttft_ms=alone,
-        busy_ttft_ms=tuple((n, sum(steps_ms)) for n, steps_ms in busy),
+        busy_ttft_ms=tuple((n, planned_ms + sum(steps_ms)) for n, steps_ms in busy),
         itl_ms=itl,
         busy_itl_ms=median(busy[-1][1] if busy else [model.predict_ms(company)]),
         prefill_tokens_s=max((1e3 * n / ms for n, ms in alone), default=0.0),

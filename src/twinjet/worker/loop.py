@@ -149,7 +149,7 @@ class WorkerLoop:
             pace = make_pace(fit(measured), limits, cache)
             self._scheduler.keep_pace(pace)
             self._meter.pace = pace
-            expected = forecast(pace, limits)
+            expected = forecast(pace, limits, self._config.pipeline_depth)
         garbage.settle()
         ready = Ready(
             pid=os.getpid(),
