@@ -62,8 +62,8 @@ class Pace:
     chunk_rows: int
     """Rows of a step that give as good as the best throughput."""
     stall_bound_ms: float | None
-    """No running stream waits longer for its next token, up to a usual length of all; None: prompts go before streams, so
-    there is no such bound."""
+    """No running stream waits longer for its next token, if all are of a usual length at most; None: prompts go before
+    streams, so there is no such bound."""
     full_stall_bound_ms: float | None
     """Nor longer than this with all streams on a full pool."""
 
