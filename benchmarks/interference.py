@@ -2,7 +2,7 @@
 
     python -m benchmarks.interference [--streams 8] [--prompts 4] [--prompt-tokens 4000] [--itl-target MS]
 
-For each policy an engine is started and computes one long prompt alone. Then `--streams` sequences decode; after two
+For each policy an engine is started and computes one long prompt alone, then as many at once as will come later. Then `--streams` sequences decode; after two
 seconds `--prompts` long prompts arrive at once. Gaps count from then until the last long prompt has its first token.
 """
 
@@ -62,6 +62,8 @@ async def measure(
 
         alone = Stream(time.monotonic())
         await run(llm, prompt(prompt_tokens), 1, alone)
+        quiet = [Stream(time.monotonic()) for _ in range(num_prompts)]
+        await asyncio.gather(*(run(llm, prompt(prompt_tokens), 1, long) for long in quiet))
         streams = [Stream(time.monotonic()) for _ in range(num_streams)]
         room = min(STREAM_TOKENS, info.context - 200)
         decoding = [asyncio.create_task(run(llm, prompt(100), room, stream)) for stream in streams]
@@ -97,6 +99,7 @@ async def measure(
         "predicted_over_actual": round(stats[2], 3),
         "long_ttft_s": [round(long.ttft_s, 2) for long in longs],
         "long_ttft_alone_s": round(alone.ttft_s, 2),
+        "long_ttft_without_streams_s": [round(long.ttft_s, 2) for long in quiet],
         "itl_over_time": [
             [round(b - began_s, 3), round(1e3 * (b - a), 1)]
             for a, b in itertools.pairwise(streams[0].tokens_s)
