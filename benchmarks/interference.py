@@ -2,8 +2,9 @@
 
     python -m benchmarks.interference [--streams 8] [--prompts 4] [--prompt-tokens 4000] [--itl-target MS]
 
-For each policy an engine is started and computes one long prompt alone, then as many at once as will come later. Then `--streams` sequences decode; after two
-seconds `--prompts` long prompts arrive at once. Gaps count from then until the last long prompt has its first token.
+For each policy an engine is started and computes one long prompt alone, then as many at once as will come later. Then
+`--streams` sequences decode; after two seconds `--prompts` long prompts arrive at once. Gaps count from then until the
+last long prompt has its first token.
 """
 
 import argparse
