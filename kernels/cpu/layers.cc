@@ -260,27 +260,30 @@ void gated_product(const KernelScope& scope, const Matrix& gate_up, const Activa
   if (num_tiles == 0) return;
   const int64_t num_blocks = (num_tiles + kBlockTiles - 1) / kBlockTiles;
   const int64_t block_tiles = (num_tiles + num_blocks - 1) / num_blocks;
-  const int64_t num_groups = next.num_groups, together = panels_together(num_tiles);
-  scope.pool().run(num_blocks * num_groups, [&](int64_t task, int) {
-    const int64_t block = task / num_groups, group = task % num_groups;
-    const int64_t count = std::min(kGroup, gate.num_columns - group * kGroup);
-    const int64_t num_panels = (count + kPanel - 1) / kPanel;
-    static_assert(kTilePanels * kPanel == kGroup);
+  const int64_t num_groups = next.num_groups;
+  static_assert(kTilePanels * kPanel == kGroup);
+  const bool streamed = is_streamed(num_tiles);
+  const int64_t group_bytes = kTilePanels * (gate.panel_bytes() + up.panel_bytes());
+  const int64_t grain = streamed ? streamed_grain(scope, num_groups, group_bytes) : 1;
+  const int64_t chunks = (num_groups + grain - 1) / grain;
+  scope.pool().run(num_blocks * chunks, [&](int64_t task, int) {
+    const int64_t first_tile = task / chunks * block_tiles, last_tile = std::min(num_tiles, first_tile + block_tiles);
+    const int64_t first_group = task % chunks * grain, last_group = std::min(num_groups, first_group + grain);
     alignas(64) float g[kTilePanels * kTileRows * kPanel] = {};
     alignas(64) float u[kTilePanels * kTileRows * kPanel] = {};
-    const int64_t last_tile = std::min(num_tiles, (block + 1) * block_tiles);
-    for (int64_t tile = block * block_tiles; tile < last_tile; ++tile) {
-      const int64_t rows = acts.plan.rows(tile);  // the next product's tiles are the same
-      for (const auto& [segment, to] : {std::pair(&gate, g), std::pair(&up, u)}) {
-        for (int64_t panel = 0; panel < num_panels; panel += together) {
-          multiply_tile(acts, tile, *segment, kTilePanels * group + panel, std::min(together, num_panels - panel),
-                        to + panel * rows * kPanel);
+    for (int64_t group = first_group; group < last_group; ++group) {
+      const int64_t count = std::min(kGroup, gate.num_columns - group * kGroup);
+      const int64_t num_panels = (count + kPanel - 1) / kPanel;
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        const bool from_memory = streamed && tile == first_tile;
+        multiply_panels(acts, tile, gate, kTilePanels * group, num_panels, from_memory, g);
+        multiply_panels(acts, tile, up, kTilePanels * group, num_panels, from_memory, u);
+        const int64_t rows = acts.plan.rows(tile);  // the next product's tiles are the same
+        if (gelu) {
+          gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return gelu_tanh8(v); });
+        } else {
+          gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return silu8(v); });
         }
-      }
-      if (gelu) {
-        gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return gelu_tanh8(v); });
-      } else {
-        gate_group(g, u, count, rows, tile, group, next, [](__m256 v) { return silu8(v); });
       }
     }
   });

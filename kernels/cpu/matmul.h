@@ -80,14 +80,27 @@ constexpr int64_t kTaskProducts = 64 * 1024;
 // Bytes behind a matrix that are fetched while threads wait for the next one; they share a cache with activations.
 constexpr int64_t kReadAhead = 256 * 1024;
 
-// Panels that go together. Weights that few tiles use come from memory, whose reading ahead follows one panel at a time
-// nearly twice as fast as two (Zen 4, 19 GB/s against 11).
+// Weights that so few tiles use come from memory, whose reading ahead follows one panel at a time nearly twice as fast as
+// two (Zen 4, 19 GB/s against 11).
 constexpr int64_t kStreamedTiles = 4;
 
-// The longest piece of such weights that is claimed at once.
-constexpr int64_t kStreamedBytes = 1 << 20;
+inline bool is_streamed(int64_t num_tiles) { return num_tiles <= kStreamedTiles; }
 
-inline int64_t panels_together(int64_t num_tiles) { return num_tiles > kStreamedTiles ? kTilePanels : 1; }
+// How many of `count` things of so many bytes of such weights are claimed at once: long pieces, as memory likes best.
+inline int64_t streamed_grain(const KernelScope& scope, int64_t count, int64_t bytes) {
+  constexpr int64_t kMostBytes = 1 << 20;
+  const int64_t threads = scope.pool().num_threads();
+  return std::max<int64_t>(1, std::min((count + threads - 1) / threads, kMostBytes / bytes));
+}
+
+// As multiply_tile. `from_memory`: nobody has read these weights just now.
+inline void multiply_panels(const Activations& acts, int64_t tile, const Segment& segment, int64_t panel,
+                            int64_t num_panels, bool from_memory, float* out) {
+  const int64_t together = from_memory ? 1 : num_panels;
+  for (int64_t i = 0; i < num_panels; i += together) {
+    multiply_tile(acts, tile, segment, panel + i, together, out + i * acts.plan.rows(tile) * kPanel);
+  }
+}
 
 // Times all panels of a matrix: done(column, num_columns, first_row, num_rows, tile [num_rows, 16]), once for every
 // panel and tile, from any thread.
@@ -97,18 +110,15 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
   for (int64_t i = 0; i < matrix.num_segments; ++i) num_panels += matrix.segments[i].num_panels();
   const int64_t num_tiles = acts.plan.num_tiles;
   if (num_tiles == 0) return;
-  const int64_t together = panels_together(num_tiles);
   const int64_t num_blocks = (num_tiles + kBlockTiles - 1) / kBlockTiles;
   const int64_t block_tiles = (num_tiles + num_blocks - 1) / num_blocks;
   const int64_t rows = std::min(acts.plan.num_rows, block_tiles * kTileRows);
   const int64_t panel_products = kPanel * matrix.num_inputs * std::max<int64_t>(1, rows / 2);
-  // Weights from memory are read in long pieces, as memory likes best; others are shared out more finely.
-  const bool streamed = num_tiles <= kStreamedTiles;
-  const int64_t parts = scope.pool().num_threads() * (streamed ? 1 : 4);
-  const int64_t even = (num_panels + parts - 1) / parts;
-  const int64_t largest = streamed ? kStreamedBytes / matrix.segments[0].panel_bytes() : kTaskProducts / panel_products;
-  const int64_t most = std::max<int64_t>(1, std::min(even, largest));
-  const int64_t grain = most > together ? most / together * together : most;
+  const bool streamed = is_streamed(num_tiles);
+  const int64_t even = (num_panels + 4 * scope.pool().num_threads() - 1) / (4 * scope.pool().num_threads());
+  const int64_t most = streamed ? streamed_grain(scope, num_panels, matrix.segments[0].panel_bytes())
+                                : std::max<int64_t>(1, std::min(even, kTaskProducts / panel_products));
+  const int64_t grain = most > kTilePanels ? most / kTilePanels * kTilePanels : most;
   const int64_t chunks = (num_panels + grain - 1) / grain;
   scope.pool().run(num_blocks * chunks, [&](int64_t task, int) {
     const int64_t block = task / chunks;
@@ -121,12 +131,13 @@ void multiply(const KernelScope& scope, const Matrix& matrix, const Activations&
         passed += matrix.segments[segment_index++].num_panels();
       }
       const Segment& segment = matrix.segments[segment_index];
-      count = std::min({together, last_panel - panel, passed + segment.num_panels() - panel});
+      const int64_t first = panel - passed;
+      count = std::min({kTilePanels, last_panel - panel, segment.num_panels() - first});
       for (int64_t tile = first_tile; tile < last_tile; ++tile) {
         const int64_t num_rows = acts.plan.rows(tile);
-        multiply_tile(acts, tile, segment, panel - passed, count, out);
+        multiply_panels(acts, tile, segment, first, count, streamed && tile == first_tile, out);
         for (int64_t i = 0; i < count; ++i) {
-          const int64_t column = (panel - passed + i) * kPanel;
+          const int64_t column = (first + i) * kPanel;
           const int64_t num_columns = std::min(kPanel, segment.num_columns - column);
           done(segment.first_column + column, num_columns, acts.plan.first_row(tile), num_rows,
                out + i * num_rows * kPanel);
