@@ -22,11 +22,9 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +33,7 @@ import aiohttp
 from benchmarks.load import Settings, make_prompt
 from benchmarks.metrics_page import REPORT_S, Gain, read_page
 from benchmarks.provenance import others_cpu_s, report, write_json
-from benchmarks.serving import STOP_S, free_port, wait_healthy
+from benchmarks.serving import Contender, running
 from twinjet.options import DEFAULT_MODEL
 
 STOPS = (" moon", " window")
@@ -43,31 +41,13 @@ STOPS = (" moon", " window")
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 
-@contextmanager
-def model_server(depth: int, num_streams: int, num_threads: int) -> Iterator[str]:
-    """The URL of a healthy `twinjet serve` with this pipeline depth. Raises RuntimeError, if it does not start."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable, "-m", "twinjet", "serve", DEFAULT_MODEL, "--port", str(port), "--threads", str(num_threads),
+def model_server(depth: int, num_streams: int, num_threads: int) -> Contender:
+    """`twinjet serve` with this pipeline depth."""
+    command = (
+        sys.executable, "-m", "twinjet", "serve", DEFAULT_MODEL, "--port", "{port}", "--threads", str(num_threads),
         "--max-streams", str(num_streams), "--pipeline-depth", str(depth),
-    ]  # fmt: skip
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            wait_healthy(url, server)
-            yield url
-        except Exception:
-            log.seek(0)
-            print(log.read()[-2000:], file=sys.stderr)
-            raise
-        finally:
-            server.terminate()
-            try:
-                server.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+    )  # fmt: skip
+    return Contender(f"depth {depth}", command)
 
 
 def watch(url: str, load: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -164,7 +144,7 @@ def stop_token_ids(url: str) -> list[int]:
 def measure(depth: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Load -> its figures; `machine` has the cores that others took meanwhile."""
     began_s, others_s = time.monotonic(), others_cpu_s()
-    with model_server(depth, args.streams, args.threads) as url:
+    with running(model_server(depth, args.streams, args.threads)) as url:
         long = Settings(url, "", args.requests, args.streams, None, args.prompt_words, args.max_tokens)
         short = replace(long, requests=args.stop_requests, seed=1)
         stops = {"stop token": {"stop_token_ids": stop_token_ids(url)}, "stop string": {"stop": list(STOPS)}}

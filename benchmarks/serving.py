@@ -20,7 +20,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,24 +73,21 @@ def wait_healthy(url: str, server: subprocess.Popen) -> None:
     raise RuntimeError(f"{server.args} was not healthy within {START_S:.0f} s")
 
 
-def measure(contender: Contender, load: Sequence[str]) -> dict:
-    """What benchmarks/load.py reports of a server that is started for it, and the cores that others took meanwhile."""
+@contextmanager
+def running(contender: Contender) -> Iterator[str]:
+    """The URL of a server that is started for it, once it is healthy.
+
+    Raises: RuntimeError, with the end of the server's log, for whatever fails meanwhile.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [part.format(port=port) for part in contender.command]
-    began_s, others_s = time.monotonic(), others_cpu_s()
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             wait_healthy(url, server)
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.load", "--url", url, *load, "--json", "-"],
-                stdout=subprocess.PIPE,
-                check=False,  # 1 says that some requests failed: the report tells which
-                text=True,
-            )
-            run = json.loads(done.stdout)
-        except (RuntimeError, ValueError) as error:
+            yield url
+        except Exception as error:
             log.seek(0)
             raise RuntimeError(f"{contender.name}: {error}\n{log.read()[-2000:]}") from error
         finally:
@@ -99,6 +97,19 @@ def measure(contender: Contender, load: Sequence[str]) -> dict:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+def measure(contender: Contender, load: Sequence[str]) -> dict:
+    """What benchmarks/load.py reports of a server that is started for it, and the cores that others took meanwhile."""
+    began_s, others_s = time.monotonic(), others_cpu_s()
+    with running(contender) as url:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.load", "--url", url, *load, "--json", "-"],
+            stdout=subprocess.PIPE,
+            check=False,  # 1 says that some requests failed: the report tells which
+            text=True,
+        )
+        run = json.loads(done.stdout)
     others_cores = (others_cpu_s() - others_s) / (time.monotonic() - began_s)
     if run["failed_requests"]:
         print(f"{contender.name}: {run['failed_requests']} requests failed: {run['failures']}", file=sys.stderr)

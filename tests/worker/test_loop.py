@@ -19,10 +19,7 @@ from twinjet.wire.messages import (
     Submit,
 )
 
-
-@pytest.fixture(autouse=True)
-def frequent_stats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinjet.worker.loop.STATS_INTERVAL_S", 0.05)
+pytestmark = pytest.mark.usefixtures("frequent_stats")
 
 
 def test_start_is_reported_and_one_sequence_runs() -> None:

@@ -11,10 +11,7 @@ from tests.worker.harness import Server, assert_at_rest, fake_config, random_pro
 from twinjet.wire import pages as pages_module
 from twinjet.wire.messages import Abort, PagesHandle, ReleasePages, Stats
 
-
-@pytest.fixture(autouse=True)
-def frequent_stats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinjet.worker.loop.STATS_INTERVAL_S", 0.05)
+pytestmark = pytest.mark.usefixtures("frequent_stats")
 
 
 def test_a_prompt_moves_from_one_engine_to_another() -> None:

@@ -185,8 +185,12 @@ class WorkerLoop:
     def _complete(self, done: DispatchedStep) -> None:
         try:
             output = done.output()
-            step = self._scheduler.complete(output)
         except Exception as error:
+            self._fail_step(done.step_id, error)
+            return
+        try:
+            step = self._scheduler.complete(output)
+        except ValueError as error:
             self._fail_step(done.step_id, error)
             return
         self._step_began_s = time.monotonic()
